@@ -1,0 +1,32 @@
+"""What one forward pass sees."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Batch:
+    """T rows of each of B sequences. A row's RoPE position and its cache row differ inside a tree.
+
+    tokens, positions, index: [B, T] int64; index = logical cache row written (prefix + node), -1 for padding.
+    pages: [B, NP] int32 page table; prefix: [B] int64 committed rows; tree: [B, T] int64 ancestor bits or None.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    index: torch.Tensor
+    pages: torch.Tensor
+    prefix: torch.Tensor
+    tree: torch.Tensor | None
+
+    @property
+    def rows(self):
+        """B, T."""
+        return self.tokens.shape
+
+    @classmethod
+    def causal(cls, tokens, start, pages):
+        """Rows `tokens` [B, T] that follow `start` [B] committed rows, each seeing all before it."""
+        at = start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        return cls(tokens, at, at, pages, start, None)

@@ -1,0 +1,156 @@
+"""Static buffers of a cycle: State survives it, Tree dies with it."""
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from .shape import MAX_NODES, Shape
+
+BACKLOG = MAX_NODES  # rows the drafter may lag behind; one cycle emits at most as many
+
+
+@dataclass
+class State:
+    """What B sequences carry from one cycle to the next, int64 on the device.
+
+    `report` is the block that the host reads after a cycle; emitted, accept_lens, matched, done and fault are views.
+    """
+
+    table: torch.Tensor  # B NP int32 pages; a slot without a request has zeros: all its rows are scratch
+    pages: torch.Tensor  # the columns of it that requests use: all on CUDA, fewer on the CPU where a pass reads all
+    seq_lens: torch.Tensor  # B   committed rows
+    limits: torch.Tensor  # B   rows there may be
+    root: torch.Tensor  # B   last emitted token: the next tree's root
+    stop_ids: torch.Tensor  # B M -1 where unused
+    backlog: torch.Tensor  # B   rows the drafter has yet to see
+    backlog_tokens: torch.Tensor  # B W+1; row W is scratch
+    backlog_features: torch.Tensor  # B W+1 F
+    report: torch.Tensor  # B 64+4
+
+    STOPS = 32  # stop ids a request may have
+
+    @classmethod
+    def allocate(cls, batch, pages, features, dtype, device):
+        """Empty state: B = batch slots, NP = columns of the page table, F = width of the features."""
+
+        def ints(*shape):
+            return torch.zeros(*shape, dtype=torch.int64, device=device)
+
+        table = torch.zeros(batch, pages, dtype=torch.int32, device=device)
+        state = cls(
+            table=table,
+            pages=table,
+            seq_lens=ints(batch),
+            limits=ints(batch),
+            root=ints(batch),
+            stop_ids=ints(batch, cls.STOPS) - 1,
+            backlog=ints(batch),
+            backlog_tokens=ints(batch, BACKLOG + 1),
+            backlog_features=torch.zeros(batch, BACKLOG + 1, features, dtype=dtype, device=device),
+            report=ints(batch, MAX_NODES + 4),
+        )
+        state.done.fill_(1)
+        return state
+
+    def widen(self, columns):
+        """Let passes see `columns` columns of the page table. On CUDA they see all: kernels stop at the prefix."""
+        if not self.table.is_cuda:
+            self.pages = self.table[:, :columns]
+
+    @property
+    def batch(self):
+        """B."""
+        return self.seq_lens.shape[0]
+
+    @property
+    def emitted(self):
+        """[B, 64] tokens of the last cycle, the first accept_lens of them real."""
+        return self.report[:, :MAX_NODES]
+
+    @property
+    def accept_lens(self):
+        """[B] tokens the last cycle emitted, after every cut."""
+        return self.report[:, MAX_NODES]
+
+    @property
+    def matched(self):
+        """[B] draft tokens the target agreed with, before the cuts."""
+        return self.report[:, MAX_NODES + 1]
+
+    @property
+    def done(self):
+        """[B] 1 once the sequence has ended."""
+        return self.report[:, MAX_NODES + 2]
+
+    @property
+    def fault(self):
+        """[B] 1 where it ended on non-finite logits."""
+        return self.report[:, MAX_NODES + 3]
+
+    def snapshot(self):
+        """Copies of all tensors, for `restore`."""
+        return [getattr(self, f.name).clone() for f in fields(self) if f.name != "pages"]
+
+    def restore(self, snapshot):
+        """Put the copies back."""
+        for name, kept in zip((f.name for f in fields(self) if f.name != "pages"), snapshot, strict=True):
+            getattr(self, name).copy_(kept)
+
+    def clear(self, slot):
+        """Empty one slot: whatever a cycle writes for it goes to the scratch page, and it emits nothing."""
+        for tensor in (self.table, self.seq_lens, self.limits, self.root, self.backlog, self.report):
+            tensor[slot] = 0
+        self.stop_ids[slot] = -1
+        self.done[slot] = 1
+
+    def start(self, slot, pages, rows, limit, first, feature, stop_ids):
+        """Seat a prefilled request: exactly what accept leaves after emitting its first token.
+
+        Args:
+            pages: list of page numbers; rows: committed rows n; limit: rows there may be; first: [1] token at n;
+            feature: [1, F] the target's features at n - 1; stop_ids: list.
+        """
+        self.clear(slot)
+        self.table[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32, device=self.table.device)
+        self.stop_ids[slot, : len(stop_ids)] = torch.tensor(stop_ids, dtype=torch.int64, device=self.table.device)
+        self.seq_lens[slot], self.limits[slot], self.backlog[slot], self.done[slot] = rows, limit, 1, 0
+        self.root[slot], self.backlog_tokens[slot, 0], self.emitted[slot, 0] = first[0], first[0], first[0]
+        self.backlog_features[slot, 0] = feature[0]
+        self.accept_lens[slot] = 1
+
+
+@dataclass
+class Tree:
+    """One cycle's draft tree and the target's answer to it. Node 0 is the root; parents precede children."""
+
+    shape: Shape
+    tokens: torch.Tensor  # B T   -1: no proposal
+    parents: torch.Tensor  # B T   parents[0] = 0
+    depths: torch.Tensor  # B T
+    ancestors: torch.Tensor  # B T   bit j: node j is an ancestor, or the node itself
+    aux: torch.Tensor  # B T F the target's features at each node
+    target_ids: torch.Tensor  # B T   the target's token after each node
+    finite: torch.Tensor  # B T   bool: the node's logits were finite
+    path: torch.Tensor  # B P   accepted nodes, root first
+    logits: torch.Tensor | None  # B T V fp32 where somebody asked for them
+
+    @classmethod
+    def allocate(cls, batch, shape, features, dtype, device, vocabulary=None):
+        """Buffers for `batch` trees of `shape`; `vocabulary` keeps the logits of all nodes too."""
+
+        def ints(width):
+            return torch.zeros(batch, width, dtype=torch.int64, device=device)
+
+        t = shape.draft_tokens
+        return cls(
+            shape=shape,
+            tokens=ints(t),
+            parents=ints(t),
+            depths=ints(t),
+            ancestors=ints(t) + 1,  # what plain decoding needs: the root sees itself
+            aux=torch.zeros(batch, t, features, dtype=dtype, device=device),
+            target_ids=ints(t),
+            finite=torch.ones(batch, t, dtype=torch.bool, device=device),
+            path=ints(shape.path),
+            logits=None if vocabulary is None else torch.zeros(batch, t, vocabulary, device=device),
+        )

@@ -1,0 +1,133 @@
+"""One speculative cycle: draft, verify, accept, commit. Static shapes, no host; and the prefill that precedes it."""
+
+import torch
+
+from .batch import Batch
+from .buffers import BACKLOG
+
+
+class Cycle:
+    """The four stages over one State and one Tree; drafter None decodes plainly and remembers nothing for a drafter.
+
+    A drafter with Shape(0, 1, 1) decodes plainly too, and keeps the backlog that the drafter has to catch up on.
+    """
+
+    stages = ("draft", "verify", "accept", "commit")
+
+    def __init__(self, target, drafter, cache, state, tree, ops):
+        self.target, self.drafter, self.cache, self.ops = target, drafter, cache, ops
+        self.state, self.tree = state, tree
+
+    def run(self, stages=stages):
+        """Run the named stages in order."""
+        for stage in stages:
+            getattr(self, stage)()
+
+    def draft(self):
+        """Tree of the next candidates; the drafter has then seen every committed token."""
+        s, t = self.state, self.tree
+        t.tokens[:, 0] = s.root
+        if t.shape.steps == 0:
+            return
+        self.drafter.propose(s, t, self.cache)
+        s.backlog.zero_()
+        self.ops.ancestry(t.parents, t.depths, t.ancestors, t.shape.steps)
+
+    def verify(self):
+        """The target over all nodes: node j ropes at n + depth and writes row n + j."""
+        s, t = self.state, self.tree
+        n = s.seq_lens[:, None]
+        index = n + torch.arange(t.shape.draft_tokens, device=n.device)
+        batch = Batch(t.tokens, n + t.depths, index, s.pages, s.seq_lens, t.ancestors)
+        hidden, aux = self.target.forward(batch, self.cache)
+        logits = None if t.logits is None else t.logits.flatten(0, 1)
+        _, ids, lse = self.target.head(hidden, 1, logits)
+        t.target_ids.copy_(ids.view_as(t.target_ids))
+        t.finite.copy_(torch.isfinite(lse).view_as(t.finite))
+        t.aux.copy_(aux.view_as(t.aux))
+
+    def accept(self):
+        """The accepted path, what it emits, the cuts; and the rows the drafter will extend over."""
+        s, t = self.state, self.tree
+        emitted = s.emitted[:, : t.shape.path]
+        self.ops.walk(
+            t.tokens,
+            t.parents,
+            t.target_ids,
+            t.finite,
+            s.seq_lens,
+            s.limits,
+            s.stop_ids,
+            t.path,
+            emitted,
+            s.accept_lens,
+            s.matched,
+            s.done,
+            s.fault,
+            s.root,
+        )
+        if self.drafter is not None:
+            self.ops.follow(emitted, t.aux, t.path, s.accept_lens, s.backlog, s.backlog_tokens, s.backlog_features)
+
+    def commit(self):
+        """The path's cache rows become the last committed rows."""
+        s = self.state
+        rows = self.cache.storage["target"]
+        self.ops.commit(rows, s.pages, s.seq_lens, self.tree.path, s.accept_lens, self.cache.page_size)
+        s.seq_lens.add_(s.accept_lens)
+
+
+class CatchUp:
+    """Extend the drafter over all but the last row of the backlog: what precedes drafting after plain cycles,
+    or after a cycle that emitted more than the next shape's draft looks at."""
+
+    stages = ("catch_up",)
+
+    def __init__(self, drafter, cache, state):
+        self.drafter, self.cache, self.state = drafter, cache, state
+
+    def run(self, stages=stages):
+        """Run it."""
+        self.catch_up()
+
+    def catch_up(self):
+        """One pass over BACKLOG rows, padding included; then the last row moves to the front."""
+        s = self.state
+        start, k = s.seq_lens - s.backlog, torch.arange(BACKLOG, device=s.seq_lens.device)
+        real = k < (s.backlog - 1)[:, None]
+        at = start[:, None] + k
+        batch = Batch(
+            s.backlog_tokens[:, :BACKLOG], torch.where(real, at, 0), torch.where(real, at, -1), s.pages, start, None
+        )
+        self.drafter.extend(batch, s.backlog_features[:, :BACKLOG].flatten(0, 1), self.cache)
+        last = (s.backlog - 1).clamp(min=0)[:, None]
+        s.backlog_tokens[:, :1] = s.backlog_tokens.gather(1, last)
+        index = last[..., None].expand(-1, -1, s.backlog_features.shape[-1])
+        s.backlog_features[:, :1] = s.backlog_features.gather(1, index)
+        s.backlog.clamp_(max=1)
+
+
+def prefill(target, drafter, cache, tokens, pages, chunk, start=0, logits=None):
+    """Fill the cache with a prompt's rows, in pieces whose borders lie at absolute multiples of `chunk`.
+
+    The target writes rows start..n-1, the drafter rows start..n-2 (row i = token i+1 with the feature at i: the last
+    token of a piece that is not the last pairs with the next PROMPT token).
+
+    Args:
+        tokens: [1, n] int64; pages: [1, NP]; chunk: rows a pass; start: rows already in the cache;
+        logits: [1, V] fp32 written with those of the last row, or None.
+
+    Returns:
+        ids [1], finite [1] bool (the first token), feature [1, F] under it.
+    """
+    n, at = tokens.shape[1], start
+    while at < n:
+        end = min(n, (at // chunk + 1) * chunk)
+        prefix = torch.full((1,), at, dtype=torch.int64, device=tokens.device)
+        hidden, aux = target.forward(Batch.causal(tokens[:, at:end], prefix, pages), cache)
+        rows = min(end, n - 1) - at
+        if drafter is not None and rows > 0:
+            drafter.extend(Batch.causal(tokens[:, at + 1 : at + rows + 1], prefix, pages), aux[:rows], cache)
+        at = end
+    _, ids, lse = target.head(hidden[-1:], 1, logits)
+    return ids[:, 0], torch.isfinite(lse), aux[-1:]

@@ -1,0 +1,180 @@
+"""`python -m engine.generate`: the text on stdout as it comes, a short report on stderr, statistics in a file.
+Exit codes: 0; 2 for what is refused (one line on stderr); 1 for a failure."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+from weights.config import Refused
+
+from . import options, prompts, report
+from .engine import Engine
+from .request import Sampling
+from .session import NonFinite
+from .shape import PLAIN
+
+WARM_UP = 8  # tokens decoded each way before a comparison is timed
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    try:
+        run(options.parse(sys.argv[1:] if argv is None else argv))
+    except (Refused, NonFinite) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, Refused) else 1
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # whoever read stdout has left: what is still buffered has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0
+
+
+def run(o) -> None:
+    """Load, decode and report as `o`, the parsed options, says."""
+    given = [prompts.Prompt(o.prompt, "PROMPT")] if o.prompt_file is None else prompts.read(o.prompt_file)
+    given = prompts.chat(given) if o.chat else given
+    samplings = [sampling(o, prompt.seed or 0) for prompt in given]
+    target, draft = options.pair(o)
+    shape = options.shape(o, draft)
+
+    engine = load(o, target, draft, shape)
+    say(report.loaded(engine.parts))
+    requests = [(encode(engine, prompt), how) for prompt, how in zip(given, samplings, strict=True)]
+    before, compare = {}, None
+    if o.compare:
+        for warm in (PLAIN, shape):
+            decode(engine, [(requests[0][0], sampling(o, 0, WARM_UP))], warm, Quiet())
+        before = launches(engine)
+        plain = decode(engine, requests, PLAIN, Quiet())
+    done = decode(engine, requests, shape, Typewriter() if o.batch == 1 else InOrder())
+    if o.compare:
+        compare = report.comparison(plain, done)
+    say(report.decoded(done, compare, sum(prompt.templated for prompt in given)))
+    if o.stats is not None:
+        graphs = [entry | since(entry, before) for entry in engine.graphs.report()]
+        document = report.document(done, engine.parts, graphs, engine.graphs.capture_ms, compare)
+        Path(o.stats).write_text(json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def sampling(o, seed: int, most: int | None = None) -> Sampling:
+    """How one request is decoded; `most` caps its tokens further."""
+    return Sampling(
+        max_new_tokens=o.max_new_tokens if most is None else min(most, o.max_new_tokens),
+        temperature=o.temperature,
+        seed=seed,
+        stop=o.stop,
+        stop_ids=o.stop_id,
+        ignore_eos=o.ignore_eos,
+    )
+
+
+def load(o, target: str | None, draft: str, shape) -> Engine:
+    """The engine, a bar on a terminal while weights are read."""
+    with tqdm(desc="weights", unit="B", unit_scale=True, disable=None, leave=False) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        return Engine.load(
+            target,
+            draft,
+            shape,
+            graphs=o.graphs,
+            progress=progress,
+            random=o.random,
+            layers=o.layers,
+            device=o.device,
+            dtype=o.dtype,
+            max_context=o.max_context,
+            max_batch=o.batch,
+            pages=o.pages,
+            page_size=o.page_size,
+            prefill_chunk=o.prefill_chunk,
+            capture_layers=o.capture_layers,
+        )
+
+
+def encode(engine: Engine, prompt: prompts.Prompt) -> list[int]:
+    """Token ids of a prompt; what is wrong with it is said with where it stands."""
+    try:
+        if isinstance(prompt.content, str) and not prompt.content.strip():
+            raise Refused("prompt: it is empty; supported: at least one token")
+        return engine.encode(prompt.content)
+    except Refused as error:
+        raise Refused(f"{prompt.where}: {error}") from None
+
+
+def decode(engine: Engine, requests: list[tuple[list[int], Sampling]], shape, out) -> report.Run:
+    """Decode all requests, each event shown to `out`."""
+    results, spans = {}, {}
+    before = sum(sum(counts) for counts in launches(engine).values())
+    for event in engine.stream_all(*map(list, zip(*requests, strict=True)), shape=shape):
+        out.show(event)
+        request = event.request
+        if request.finished:
+            results[request.index] = request.result(shape)
+            spans[request.index] = (request.first, request.last)
+    after = sum(sum(counts) for counts in launches(engine).values())
+    order = sorted(results)
+    return report.Run([results[i] for i in order], [spans[i] for i in order], after - before)
+
+
+def launches(engine: Engine) -> dict[tuple[int, str], tuple[int, int]]:
+    """(replays, eager runs) of each (batch, shape) so far."""
+    return {(e["batch"], e["shape"]): (e["replays"], e["eager"]) for e in engine.graphs.report()}
+
+
+def since(entry: dict, before: dict) -> dict:
+    """The counts of an entry less those of `before`."""
+    replays, eager = before.get((entry["batch"], entry["shape"]), (0, 0))
+    return {"replays": entry["replays"] - replays, "eager": entry["eager"] - eager}
+
+
+class Quiet:
+    """Shows nothing."""
+
+    def show(self, event) -> None:
+        """Take one event of engine.session."""
+
+
+class Typewriter(Quiet):
+    """Writes the one request in progress as it comes; ids where there is no tokenizer."""
+
+    def show(self, event) -> None:
+        """Write what the event released, and a line's end after the last."""
+        piece = "".join(f"{token} " for token in event.tokens) if event.text is None else event.text
+        print(piece, end="\n" if event.request.finished else "", flush=True)
+
+
+class InOrder(Quiet):
+    """Writes the texts of requests that run at once one after the other, in the order of the prompts."""
+
+    def __init__(self):
+        self.pieces, self.next, self.ended = {}, 0, set()
+
+    def show(self, event) -> None:
+        """Keep what the event released; write every text that is whole and whose turn it is."""
+        index = event.request.index
+        piece = " ".join(map(str, event.tokens)) + " " if event.text is None else event.text
+        self.pieces[index] = self.pieces.get(index, "") + piece
+        if event.request.finished:
+            self.ended.add(index)
+        while self.next in self.ended:
+            print(self.pieces.pop(self.next), flush=True)
+            self.next += 1
+
+
+def say(lines: list[str]) -> None:
+    """Lines for the person at the terminal."""
+    print("\n".join(lines), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

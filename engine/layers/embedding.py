@@ -1,0 +1,47 @@
+"""Token embedding and output head, both cut over the vocabulary."""
+
+import torch.nn.functional as F
+
+from kernels import head
+
+
+class Embedding:
+    """Token ids [N] -> rows [N, D]. Each rank holds V/size rows; foreign ids contribute zero to the sum."""
+
+    def __init__(self, source, name, vocabulary, hidden, tp):
+        self.weight, self.tp = source.take(f"{name}.weight", (vocabulary, hidden), cut=0), tp
+
+    def __call__(self, tokens):
+        """Ids below zero (no proposal) read row 0."""
+        if self.tp.size == 1:
+            return F.embedding(tokens.clamp(min=0), self.weight)
+        rows = self.weight.shape[0]
+        local = tokens.clamp(min=0) - self.tp.rank * rows
+        mine = (local >= 0) & (local < rows)
+        x = F.embedding(local.clamp(0, rows - 1), self.weight)
+        return self.tp.all_reduce(x.masked_fill(~mine[:, None], 0))
+
+
+class Head:
+    """Final norm, projection and the best k ids; ranks exchange (value, id) pairs, never logits."""
+
+    def __init__(self, norm, weight, ops, tp):
+        """norm: layers.norm.Norm; weight: [V/size, D] this rank's rows, e.g. an Embedding's where they are tied."""
+        self.norm, self.weight, self.ops, self.tp = norm, weight, ops, tp
+
+    @property
+    def vocabulary(self):
+        """V over all ranks."""
+        return self.weight.shape[0] * self.tp.size
+
+    def __call__(self, x, k=1, logits=None):
+        """x [N, D] -> values [N, k], ids [N, k], lse [N]; logits [N, V] fp32 written where given (kernels.head)."""
+        rows = self.weight.shape[0]
+        if self.tp.size == 1:
+            return self.ops.head(x, self.norm.weight, self.norm.eps, self.weight, k, logits)
+        share = None if logits is None else logits.new_empty(x.shape[0], rows)
+        values, ids, lse = self.ops.head(x, self.norm.weight, self.norm.eps, self.weight, min(k, rows), share)
+        if logits is not None:
+            logits.copy_(self.tp.all_gather(share))
+        ids = ids + self.tp.rank * rows
+        return head.merge(self.tp.all_gather(values), self.tp.all_gather(ids), self.tp.all_gather(lse[:, None]), k)

@@ -1,0 +1,50 @@
+"""Grouped-query attention block: norm, projections, cache write, attention, output projection, residual."""
+
+from .linear import RowParallel
+from .norm import Norm
+
+
+class GQA:
+    """Attention of one decoder layer, heads cut over ranks.
+
+    Args:
+        source: weights.Source prefixed with the attention module's name.
+        norm: layers.norm.Norm before the projections, or None where the input comes normed.
+        width: columns of the projections' input; hidden: residual width; qk_norm: the head has q/k norms.
+        cos_sin: rotary table [L, R].
+    """
+
+    def __init__(self, source, norm, width, hidden, config, cos_sin, ops, tp, *, qk_norm, bias):
+        self.norm, self.ops, self.cos_sin, self.eps = norm, ops, cos_sin, config.eps
+        self.heads, self.kv_heads, self.head_dim = config.heads // tp.size, config.kv_heads // tp.size, config.head_dim
+        rows = [(n, h * config.head_dim) for n, h in zip("qkv", (config.heads, config.kv_heads, config.kv_heads))]
+        self.weight = source.concat([(f"{n}_proj.weight", (r, width)) for n, r in rows], cut=0)
+        self.bias = source.concat([(f"{n}_proj.bias", (r,)) for n, r in rows], cut=0) if bias else None
+        self.q_norm, self.k_norm = (
+            Norm(source, f"{n}_norm", config.head_dim, config.eps, ops).weight if qk_norm else None for n in "qk"
+        )
+        self.out = RowParallel(source, "o_proj", hidden, config.heads * config.head_dim, ops, tp)
+        self.scale = config.head_dim**-0.5
+
+    def __call__(self, x, residual, batch, planes, page_size):
+        """x: [N, width] (the residual itself where this block norms it); residual: [N, hidden] -> [N, hidden]."""
+        keys, values = planes
+        norm_weight = None if self.norm is None else self.norm.weight
+        q = self.ops.qkv(
+            x,
+            norm_weight,
+            self.eps,
+            self.weight,
+            self.bias,
+            self.q_norm,
+            self.k_norm,
+            self.cos_sin,
+            batch.positions,
+            batch.index,
+            batch.pages,
+            page_size,
+            keys,
+            values,
+        )
+        y = self.ops.attention(q, keys, values, batch.pages, batch.prefix, batch.tree, page_size, self.scale)
+        return self.out(y, residual)

@@ -1,0 +1,26 @@
+"""Linear layers: cut by output rows (no collective) or by input columns (summed over ranks)."""
+
+
+class Linear:
+    """y = x W^T + b, all of it on every rank, or this rank's output rows."""
+
+    def __init__(self, source, name, out_features, in_features, ops, *, cut=None, bias=False):
+        self.ops = ops
+        self.weight = source.take(f"{name}.weight", (out_features, in_features), cut=cut)
+        self.bias = source.take(f"{name}.bias", (out_features,), cut=cut) if bias else None
+
+    def __call__(self, x):
+        """[N, I] -> [N, O]."""
+        return self.ops.linear(x, self.weight, self.bias)
+
+
+class RowParallel:
+    """y = residual + x W^T, the input cut over ranks and the products summed in rank order."""
+
+    def __init__(self, source, name, out_features, in_features, ops, tp):
+        self.ops, self.tp = ops, tp
+        self.weight = source.take(f"{name}.weight", (out_features, in_features), cut=1)
+
+    def __call__(self, x, residual):
+        """[N, I/size], [N, O] -> [N, O]."""
+        return self.tp.add(residual, lambda carried: self.ops.linear(x, self.weight, None, carried))

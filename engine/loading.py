@@ -1,0 +1,244 @@
+"""From checkpoints to a target, a drafter and their cache: everything is checked and counted before a weight is read."""
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from kernels import REFERENCE, Ops
+from weights import AnyCheckpoint, Checkpoint, Refused, Renamed, Source, eos_ids, head_names, named, resolve
+from weights.capture import Capture, boundaries
+from weights.config import Eagle3Config, Qwen3MoeConfig
+from weights.formats import format_of
+from weights.heads import tolerated
+
+from . import memory
+from .buffers import MAX_NODES
+from .cache import Cache
+from .drafters import DRAFTERS
+from .targets import TARGETS
+from .text import Text
+from .tp import TP
+
+CONFIGS = {"Qwen3MoeForCausalLM": Qwen3MoeConfig}
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to load, in the command line's words; None means the default named there."""
+
+    target: str | None = None
+    draft: str | None = None  # a directory, a hub id, random:NAME, none
+    random: str | None = None  # random weights of this config in place of a target checkpoint
+    layers: int | None = None
+    device: str | None = None
+    dtype: str | None = None
+    max_context: int | None = None
+    max_batch: int = 8
+    pages: int | None = None
+    page_size: int = 64
+    prefill_chunk: int = 512
+    capture_layers: str | None = None
+    reserve: int = MAX_NODES  # rows past the prefix that a cycle may write
+
+
+@dataclass
+class Parts:
+    """A loaded pair and what was said while loading it."""
+
+    target: object
+    drafter: object | None
+    cache: Cache
+    ops: Ops
+    tp: TP
+    dtype: torch.dtype
+    device: torch.device
+    text: Text | None
+    end_ids: tuple[int, ...]
+    max_context: int
+    capture: Capture | None
+    memory: str
+    reports: list = field(default_factory=list)
+    load_ms: float = 0.0
+
+
+def device_of(name):
+    """torch.device of a name, None: CUDA where there is a GPU."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise Refused(f"device: {name!r} is unknown; supported: cpu, cuda, cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise Refused(f"device: {name!r} is not supported; supported: cpu, cuda, cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise Refused(f"device: {name!r}, but this machine has {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def dtype_of(name, device):
+    """torch.dtype of a name, None: bfloat16 on CUDA, float32 on the CPU."""
+    if name is None:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in DTYPES:
+        raise Refused(f"dtype: {name!r} is unknown; supported: {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint with its config read: `config` of weights.config, `folder` None for random weights."""
+
+    checkpoint: object
+    config: object
+    folder: object
+
+
+def _reduced(raw, layers):
+    return raw if layers is None else {**raw, "num_hidden_layers": layers}
+
+
+def open_target(options):
+    """The target's checkpoint and config; nothing but headers is read."""
+    if options.random is not None:
+        found = named(options.random)
+        if "target" not in found:
+            raise Refused(f"random: {options.random!r} describes a draft head; supported there: --draft random:NAME")
+        checkpoint, folder = AnyCheckpoint(_reduced(found["target"], options.layers)), None
+    elif options.layers is not None:
+        raise Refused(f"layers: {options.layers} needs random weights; supported: with --random")
+    else:
+        folder = resolve(options.target)
+        checkpoint = Checkpoint.open(folder)
+    names = checkpoint.config.get("architectures")
+    reader = CONFIGS.get(names[0]) if isinstance(names, list) and len(names) == 1 else None
+    if reader is None:
+        raise Refused(f"{checkpoint.where}: key 'architectures' is {names!r}; supported targets: {', '.join(CONFIGS)}")
+    return Opened(checkpoint, reader.read(checkpoint.config, checkpoint.where, checkpoint.generation), folder)
+
+
+def open_draft(options):
+    """The drafter's checkpoint (under canonical names) and config, None where there is none."""
+    if options.draft is None or options.draft == "none":
+        return None
+    if options.draft.startswith("random:"):
+        found = named(options.draft.removeprefix("random:"))
+        if "draft" not in found:
+            raise Refused(f"draft: {options.draft!r} names a target config; supported there: --random NAME")
+        raw = found["draft"]
+        own = {"lm_head.weight", "d2t"} if raw.get("draft_vocab_size") else {"lm_head.weight"}
+        checkpoint = AnyCheckpoint(raw, present=own)
+    else:
+        checkpoint = Checkpoint.open(resolve(options.draft))
+        checkpoint = Renamed(checkpoint, head_names(checkpoint))
+    return Opened(checkpoint, Eagle3Config.read(checkpoint.config, checkpoint.where), None)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to build both models on a device; run once on "meta" to check and count, once for real."""
+
+    target: Opened
+    draft: Opened | None
+    capture: Capture | None
+    length: int  # positions of the rotary tables
+    ops: Ops
+    tp: TP
+    dtype: torch.dtype
+
+    def build(self, device):
+        """-> target, its Source, drafter or None, its Source or None; memory is allocated, nothing is read."""
+        tp, opened = self.tp, self.target
+        source = Source(opened.checkpoint, device, self.dtype, tp.rank, tp.size)
+        experts = format_of(opened.checkpoint.config, opened.checkpoint.where)
+        layers = () if self.capture is None else self.capture.boundaries
+        make = TARGETS[opened.config.architecture]
+        target = make(opened.config, source, layers, self.length, experts, self.ops, tp)
+        if self.draft is None:
+            return target, source, None, None
+        found = self.draft.checkpoint
+        head = Source(found, device, self.dtype, tp.rank, tp.size, tolerates=tolerated)
+        make = DRAFTERS[self.draft.config.architecture]
+        return target, source, make(self.draft.config, head, target, self.length, self.ops, tp), head
+
+
+def load(options, progress=None):
+    """Open, check, count, allocate, read. Raises Refused before memory is filled; see Options.
+
+    Args:
+        progress: callable(bytes done, bytes in all) or None.
+    """
+    began = time.perf_counter()
+    device = device_of(options.device)
+    dtype, tp = dtype_of(options.dtype, device), TP()
+    target, draft = open_target(options), open_draft(options)
+    max_context = _context(options, target.config)
+    capture = None
+    if draft is not None:
+        draft.config.fits(target.config.hidden, target.config.vocab, draft.checkpoint.where)
+        capture = boundaries(draft.config, target.config.layers, options.capture_layers)
+    elif options.capture_layers is not None:
+        raise Refused(f"capture_layers: {options.capture_layers!r} needs a draft; there is none")
+    plan = Plan(target, draft, capture, max_context + options.reserve, REFERENCE, tp, dtype)
+
+    dry = plan.build("meta")
+    for source in (dry[1], dry[3]):
+        if source is not None:
+            source.check()
+    kinds = {"target": dry[0].cache_rows} | ({"draft": dry[2].cache_rows} if draft else {})
+    columns = -(-(max_context + options.reserve) // options.page_size)
+    pages = options.pages or columns * options.max_batch + 1
+    need = sum(source.nbytes for source in (dry[1], dry[3]) if source is not None)
+    cache_need, has = Cache.nbytes(kinds, pages, options.page_size, dtype), memory.free_bytes(device)
+    memory.demand(need, cache_need, has)
+
+    model, source, drafter, head = plan.build(device)
+    reports, total = [], need
+    for part in (source, head):
+        if part is not None:
+            before = need - total
+            reports.append(part.fill(progress and (lambda done, _, before=before: progress(before + done, need))))
+            total -= part.nbytes
+    if drafter is not None:
+        _check_vocabulary_map(drafter, draft)
+    return Parts(
+        target=model,
+        drafter=drafter,
+        cache=Cache(kinds, pages, options.page_size, dtype, device),
+        ops=REFERENCE,
+        tp=tp,
+        dtype=dtype,
+        device=device,
+        text=None if target.folder is None else Text.find(target.folder),
+        end_ids=eos_ids(target.checkpoint.config, target.checkpoint.generation, target.checkpoint.where),
+        max_context=max_context,
+        capture=capture,
+        memory=memory.statement(need, cache_need, has),
+        reports=reports,
+        load_ms=(time.perf_counter() - began) * 1e3,
+    )
+
+
+def _context(options, config):
+    most = config.max_positions
+    if options.max_context is None:
+        return min(most, 8192)
+    if not 1 < options.max_context <= most:
+        raise Refused(f"max_context: {options.max_context}; supported: 2 to {most} (max_position_embeddings)")
+    return options.max_context
+
+
+def _check_vocabulary_map(drafter, draft):
+    """Refused where an id of the draft vocabulary maps outside the target's."""
+    if drafter.to_target is None:
+        return
+    ids = drafter.to_target + torch.arange(len(drafter.to_target), device=drafter.to_target.device)
+    wrong = ((ids < 0) | (ids >= draft.config.vocab)).nonzero()
+    if len(wrong):
+        at = int(wrong[0])
+        raise Refused(
+            f"{draft.checkpoint.where}: tensor 'd2t' maps draft id {at} to {int(ids[at])}, "
+            f"outside the target's vocabulary of {draft.config.vocab}"
+        )

@@ -1,0 +1,32 @@
+"""What a run needs in memory and what there is, stated before anything is read."""
+
+import os
+
+import torch
+
+from weights.config import Refused
+
+RESERVE = 0.05  # share of the free memory left to the allocator, workspaces and captured graphs
+
+
+def free_bytes(device):
+    """Bytes a process may still take on `device`."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    return min(available, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def statement(weights, cache, has):
+    """One line: what is needed and what there is."""
+    return (
+        f"memory: needs {(weights + cache) / 1e9:.3f} GB (weights {weights / 1e9:.3f}, cache {cache / 1e9:.3f}), "
+        f"has {has / 1e9:.1f} GB"
+    )
+
+
+def demand(weights, cache, has):
+    """Refused where weights and cache do not fit into what there is."""
+    if weights + cache > has * (1 - RESERVE):
+        raise Refused(f"{statement(weights, cache, has)}; lower max_context, max_batch or pages, or use more GPUs")

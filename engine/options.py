@@ -1,0 +1,219 @@
+"""The options of `python -m engine.generate`: each works or is refused in one line, and one that goes by another
+engine's name is answered with ours."""
+
+import argparse
+from pathlib import Path
+
+from weights.config import Refused
+
+from .graph import MODES
+from .loading import DTYPES, Options
+from .request import Sampling
+from .shape import MAX_NODES, PLAIN, Shape
+
+DESCRIPTION = "Generate text with a target and its EAGLE-3 draft. Exit codes: 0; 2 refused; 1 failed."
+DEMO = Path(__file__).parents[1] / "weights" / "demo"
+
+# What SGLang, vLLM and TensorRT-LLM call what we have, with "_" written "-".
+SHAPE, GRAPHS = "--steps S --topk K --draft-tokens D", "--graphs off"
+FOREIGN = {
+    "--model": "--target DIR|HUB_ID",
+    "--model-path": "--target DIR|HUB_ID",
+    "--model-dir": "--target DIR|HUB_ID",
+    "--draft-model-dir": "--draft DIR|HUB_ID",
+    "--speculative-draft-model-path": "--draft DIR|HUB_ID",
+    "--speculative-model": "--draft DIR|HUB_ID",
+    "--speculative-model-dir": "--draft DIR|HUB_ID",
+    "--speculative-algorithm": "--draft DIR|HUB_ID (the checkpoint says what kind it is)",
+    "--spec-decode-algo": "--draft DIR|HUB_ID (the checkpoint says what kind it is)",
+    "--speculative-config": f"--draft DIR|HUB_ID {SHAPE}",
+    "--speculative-num-steps": "--steps",
+    "--speculative-eagle-topk": "--topk",
+    "--speculative-num-draft-tokens": "--draft-tokens (the root counted)",
+    "--num-speculative-tokens": "--steps N (a chain of N; draft tokens N + 1)",
+    "--spec-decode-max-draft-len": "--steps N (a chain of N; draft tokens N + 1)",
+    "--max-draft-len": "--steps N (a chain of N; draft tokens N + 1)",
+    "--eagle3-layers-to-capture": "--capture-layers boundary:A,B,C | output:A,B,C",
+    "--max-tokens": "--max-new-tokens",
+    "--context-length": "--max-context",
+    "--max-model-len": "--max-context",
+    "--max-seq-len": "--max-context",
+    "--max-running-requests": "--batch",
+    "--max-num-seqs": "--batch",
+    "--max-batch-size": "--batch",
+    "--chunked-prefill-size": "--prefill-chunk",
+    "--max-num-batched-tokens": "--prefill-chunk",
+    "--max-num-tokens": "--prefill-chunk",
+    "--block-size": "--page-size",
+    "--tokens-per-block": "--page-size",
+    "--num-gpu-blocks-override": "--pages",
+    "--max-total-tokens": "--pages (tokens / page size)",
+    "--mem-fraction-static": "--pages",
+    "--gpu-memory-utilization": "--pages",
+    "--kv-cache-fraction": "--pages",
+    "--kv-cache-free-gpu-memory-fraction": "--pages",
+    "--tp-size": "--tp",
+    "--tensor-parallel-size": "--tp",
+    "--ep-size": "--expert-parallel",
+    "--moe-ep-size": "--expert-parallel",
+    "--enable-expert-parallel": "--expert-parallel",
+    "--disable-cuda-graph": GRAPHS,
+    "--enforce-eager": GRAPHS,
+    "--use-cuda-graph": "--graphs required",
+    "--load-format": "--random NAME (for random weights)",
+    "--random-seed": "--seed",
+}
+# Options whose work is not built: why they are refused, and what is there instead.
+ABSENT = {
+    "shape": "the engine does not choose a shape itself; supported: --steps S --topk K --draft-tokens D",
+    "top_k": "decoding is greedy; supported: leave it out",
+    "top_p": "decoding is greedy; supported: leave it out",
+    "min_p": "decoding is greedy; supported: leave it out",
+    "seed": "greedy decoding draws no numbers; supported: leave it out",
+    "logprobs": "log-probabilities are not reported; supported: leave it out",
+    "expert_parallel": "one device holds all experts; supported: leave it out",
+    "tp_slice": "a share of a tensor-parallel model cannot be built; supported: --random NAME --layers N",
+    "no_check": "there is no check at load to skip; supported: leave it out",
+    "profile": "stages are not timed; supported: leave it out",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that raises Refused instead of leaving the process."""
+
+    def error(self, message):
+        raise Refused(message.removeprefix("argument "))
+
+
+def least(bound: int):
+    """argparse type: whole numbers from `bound`."""
+
+    def whole(text: str) -> int:
+        if not text.removeprefix("-").isdecimal() or int(text) < bound:
+            raise argparse.ArgumentTypeError(f"{text!r} is not supported; supported: whole numbers from {bound}")
+        return int(text)
+
+    return whole
+
+
+def number(text: str) -> float:
+    """argparse type: a number; its range is checked where it is used."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def parser() -> Parser:
+    """Every option, in the order of the README."""
+    p = Parser(prog="python -m engine.generate", allow_abbrev=False, description=DESCRIPTION)
+    add = p.add_argument
+    add("prompt", nargs="?", metavar="PROMPT", help="the prompt, a text")
+    add("--prompt-file", metavar="FILE", help="*.jsonl: prompt | token_ids | messages, optional seed; else one text")
+    add("--chat", action="store_true", help="apply the chat template to text prompts")
+    add("--target", metavar="DIR|HUB_ID", help="default: the bundled demo target")
+    add(
+        "--draft", metavar="DIR|HUB_ID|random:NAME|none", help="default: the demo draft with the demo target, else none"
+    )
+    add("--random", metavar="NAME|CONFIG.json", help="random weights of that architecture in place of a target")
+    add("--layers", type=least(1), metavar="N", help="with --random: as many layers")
+    add("--capture-layers", metavar="boundary:A,B,C|output:A,B,C", help="overrides the draft's config")
+    add("--steps", type=least(0), metavar="S", help="draft passes a cycle; default 3; 0 is plain decoding")
+    add("--topk", type=least(1), metavar="K", help="candidates a draft pass; default 1, a chain")
+    add("--draft-tokens", type=least(1), metavar="D", help="nodes verified, the root counted; default 1 + steps * topk")
+    add("--shape", metavar="auto", help="not supported: let the engine choose steps, topk and draft tokens")
+    add("--max-new-tokens", type=least(0), default=Sampling.max_new_tokens, metavar="N", help="default %(default)s")
+    add("--stop", action="append", default=[], metavar="STR", help="end the text before STR; repeatable")
+    add("--stop-id", action="append", default=[], type=least(0), metavar="N", help="end with token N; repeatable")
+    add("--ignore-eos", action="store_true", help="the checkpoint's own end tokens do not end the text")
+    add("--temperature", type=number, default=Sampling.temperature, metavar="T", help="0 (greedy) is supported")
+    add("--top-k", type=least(0), metavar="N", help="not supported")
+    add("--top-p", type=number, metavar="P", help="not supported")
+    add("--min-p", type=number, metavar="P", help="not supported")
+    add("--seed", type=least(0), metavar="N", help="not supported: greedy decoding draws no numbers")
+    add("--logprobs", type=least(0), metavar="N", help="not supported")
+    add("--batch", type=least(1), default=1, metavar="N", help="prompts at once; default %(default)s")
+    add("--max-context", type=least(2), metavar="N", help="positions of a prompt and its answer; default: the model's")
+    add("--pages", type=least(2), metavar="N", help="pages of the cache; default: enough for --batch full contexts")
+    add("--page-size", type=least(1), default=Options.page_size, metavar="N", help="rows a page; default %(default)s")
+    add("--prefill-chunk", type=least(1), default=Options.prefill_chunk, metavar="N", help="default %(default)s")
+    add("--device", metavar="cpu|cuda|cuda:N", help="default: CUDA where there is a GPU")
+    add("--dtype", choices=tuple(DTYPES), help="default: bfloat16 on CUDA, float32 on the CPU")
+    add("--graphs", choices=MODES, default="auto", help="CUDA graphs; default %(default)s")
+    add("--tp", type=least(1), default=1, metavar="N", help="1 is supported")
+    add("--expert-parallel", action="store_true", help="not supported")
+    add("--draft-tp", choices=("cut", "replicated", "auto"), default="auto", help="auto is supported")
+    add("--tp-slice", type=least(1), metavar="N", help="not supported")
+    add("--no-check", action="store_true", help="not supported: there is no wiring check at load to skip")
+    add("--compare", action="store_true", help="decode plainly, then with speculation, and print the speed-up")
+    add("--profile", action="store_true", help="not supported")
+    add("--stats", metavar="FILE.json", help="write the statistics of the run")
+    return p
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Options as given, those of no effect refused. Raises Refused."""
+    p = parser()
+    options, unknown = p.parse_known_args(argv)
+    if unknown:
+        raise Refused(_unknown(p, unknown[0]))
+    for name, why in ABSENT.items():
+        value = getattr(options, name)
+        if value is not None and value is not False:
+            raise Refused(f"--{name.replace('_', '-')}{'' if value is True else f' {value}'}: {why}")
+    for refused, message in _conflicts(options):
+        if refused:
+            raise Refused(message)
+    return options
+
+
+def _unknown(p: Parser, argument: str) -> str:
+    given = argument.split("=")[0]
+    name = "--" + given.lstrip("-").replace("_", "-").lower()
+    if not given.startswith("-"):
+        return f"{argument!r} after the prompt: a prompt is one argument; put it in quotes"
+    if name in FOREIGN or name[2:].replace("-", "_") in vars(p.parse_args([])):
+        return f"{given} is {FOREIGN.get(name, name)} here"
+    return f"{given}: there is no such option; --help lists all"
+
+
+def _conflicts(o: argparse.Namespace):
+    """(whether it is so, what to say) of every pair of options that cannot both count."""
+    stats = Path(o.stats or "stats.json")
+    yield o.prompt is None and o.prompt_file is None, "no prompt: give PROMPT or --prompt-file FILE"
+    yield o.prompt is not None and o.prompt_file is not None, "both PROMPT and --prompt-file are given; supported: one"
+    yield o.random and o.target, f"--random {o.random} and --target {o.target}: supported: one of them"
+    yield o.layers and not o.random, f"--layers {o.layers}: supported with --random only"
+    yield o.tp > 1, f"--tp {o.tp}: supported: 1"
+    yield o.draft_tp != "auto", f"--draft-tp {o.draft_tp}: needs --tp above 1; supported: auto"
+    yield stats.is_dir() or not stats.parent.is_dir(), f"--stats {o.stats}: supported: a file in an existing directory"
+
+
+def pair(o: argparse.Namespace) -> tuple[str | None, str]:
+    """(target, None with random weights; draft, "none" where nothing is drafted)."""
+    demo = not o.random and not o.target
+    target = None if o.random else o.target or str(DEMO / "target")
+    return target, o.draft or (str(DEMO / "draft") if demo else "none")
+
+
+def shape(o: argparse.Namespace, draft: str) -> Shape:
+    """The Shape asked for. Raises Refused where it cannot be, or where nothing is drafted."""
+    asked = {name: getattr(o, name) for name in ("steps", "topk", "draft_tokens") if getattr(o, name) is not None}
+    if draft == "none":
+        for name, value in asked.items():
+            if value > (name != "steps"):
+                raise Refused(
+                    f"--{name.replace('_', '-')} {value}: there is no draft; supported: with --draft DIR|HUB_ID"
+                )
+        if o.compare:
+            raise Refused("--compare: there is no draft to compare with; supported: with --draft DIR|HUB_ID")
+        return PLAIN
+    steps, topk = asked.get("steps", 3), asked.get("topk", 1)
+    if steps == 0 and o.compare:
+        raise Refused("--compare: --steps 0 is plain decoding itself; supported: --steps from 1")
+    return Shape(steps, topk, asked.get("draft_tokens", _nodes(steps, topk)))
+
+
+def _nodes(steps: int, topk: int) -> int:
+    """Nodes of a tree by default: as many as `steps` rows of `topk`, the root and 63 others at most."""
+    return min(MAX_NODES, 1 + steps * topk)

@@ -1,0 +1,136 @@
+"""One request: what was asked, what has come, and the cuts that only the host can make (stop strings)."""
+
+import math
+import time
+from dataclasses import dataclass, field
+
+from weights.config import Refused
+
+from .buffers import State
+from .text import Stream
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one request is decoded. Raises Refused for values outside what is supported.
+
+    stop: strings that end the text (left out of it); stop_ids: further ids that end it (kept); ignore_eos: the
+    checkpoint's own end ids do not end it.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
+        if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 0:
+            raise Refused(f"max_new_tokens is {self.max_new_tokens!r}; supported: whole numbers from 0")
+        if not isinstance(self.temperature, int | float) or not math.isfinite(self.temperature) or self.temperature < 0:
+            raise Refused(f"temperature is {self.temperature!r}; supported: 0 (greedy)")
+        for name, off in (("temperature", 0), ("top_k", 0), ("top_p", 1), ("min_p", 0), ("logprobs", None)):
+            if getattr(self, name) != off:
+                raise Refused(f"{name} is {getattr(self, name)!r}; supported: {off} (greedy decoding only)")
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise Refused(f"stop is {list(self.stop)!r}; supported: non-empty strings")
+        if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in self.stop_ids):
+            raise Refused(f"stop_ids is {list(self.stop_ids)!r}; supported: token ids")
+
+
+@dataclass
+class Result:
+    """What a request came to. `cycles` holds one (emitted, matched, steps) for every cycle that emitted something."""
+
+    prompt_tokens: int
+    token_ids: list[int]
+    text: str | None
+    finish_reason: str
+    stop: str | int | None
+    cycles: list[tuple[int, int, int]]
+    shape: object
+    first_token_ms: float | None
+    decode_ms: float | None
+    stats: dict = field(default_factory=dict)
+
+
+class Request:
+    """A request in progress.
+
+    Args:
+        index: its place in the caller's list; ids: prompt token ids; end_ids: ids that end it; limit: tokens it may
+        emit; text: the tokenizer (engine.text.Text) or None.
+    """
+
+    def __init__(self, index, ids, sampling, end_ids, limit, text):
+        if len(end_ids) > State.STOPS:
+            raise Refused(f"stop_ids: {len(end_ids)} end ids (the checkpoint's included); at most {State.STOPS}")
+        if sampling.stop and text is None:
+            raise Refused(f"stop is {list(sampling.stop)!r}, but this checkpoint has no tokenizer; supported: stop_ids")
+        self.index, self.ids, self.sampling, self.end_ids, self.limit = index, ids, sampling, end_ids, limit
+        self.stream = None if text is None else Stream(text, sampling.stop)
+        self.token_ids, self.cycles, self.pages = [], [], []
+        self.finish_reason, self.stop = (None, None) if limit else ("length", None)
+        self.began = self.first = self.last = time.perf_counter()
+
+    @property
+    def finished(self):
+        """Whether it has ended."""
+        return self.finish_reason is not None
+
+    def receive(self, tokens, matched=0, steps=None):
+        """Take what a cycle emitted, up to the first cut; steps None: the prefill's own token, in no cycle.
+
+        Args:
+            tokens: ids emitted; matched: how many of them were drafted; steps: draft passes of the cycle's shape.
+
+        Returns:
+            (tokens kept, text released); text None without a tokenizer.
+        """
+        kept, pieces = [], []
+        for token in tokens:
+            kept.append(token)
+            self.token_ids.append(token)
+            if self.stream is not None:
+                pieces.append(self.stream.push(token))
+            self._cut(token)
+            if self.finished:
+                break
+        self.last = time.perf_counter()
+        if steps is None:
+            self.first = self.last
+        elif kept:
+            self.cycles.append((len(kept), min(matched, len(kept)), steps))
+        if self.finished and self.stream is not None:
+            pieces.append(self.stream.finish())
+        return kept, None if self.stream is None else "".join(pieces)
+
+    def _cut(self, token):
+        if token in self.end_ids:
+            self.finish_reason, self.stop = "stop", token
+        elif self.stream is not None and self.stream.stopped is not None:
+            self.finish_reason, self.stop = "stop", self.stream.stopped
+        elif len(self.token_ids) >= self.limit:
+            self.finish_reason = "length"
+
+    def result(self, shape):
+        """The finished request as a Result."""
+        started = bool(self.token_ids)
+        return Result(
+            prompt_tokens=len(self.ids),
+            token_ids=self.token_ids,
+            text=None if self.stream is None else self.stream.text,
+            finish_reason=self.finish_reason,
+            stop=self.stop,
+            cycles=self.cycles,
+            shape=shape,
+            first_token_ms=(self.first - self.began) * 1e3 if started else None,
+            decode_ms=(self.last - self.first) * 1e3 if started else None,
+        )

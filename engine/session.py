@@ -1,0 +1,227 @@
+"""Requests in batch slots: seats them, prefills, launches cycles and hands out what they emitted.
+
+The host launches cycle c+1 before it reads cycle c; ends are seen on the device, so the cycle ahead of an end emits
+nothing for it, and what it emits past a stop string (which only the host sees) is dropped.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from .buffers import BACKLOG, State, Tree
+from .cycle import CatchUp, Cycle, prefill
+from .shape import PLAIN
+
+
+class NonFinite(RuntimeError):
+    """The target's logits were NaN or infinite."""
+
+
+@dataclass
+class TreeView:
+    """Copies of one cycle's tree: tokens, parents (root -1), depths, target_ids [T]; aux [T, F]; logits [T, V]."""
+
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    depths: torch.Tensor
+    target_ids: torch.Tensor
+    aux: torch.Tensor
+    logits: torch.Tensor
+
+
+@dataclass
+class Event:
+    """What one cycle gave one request. tree and accepted are None for the prefill's own token, features without details.
+
+    tokens: ids kept; text: what they release; accepted: node indices of the path; features [len(tokens), F], row k
+    under emitted token k.
+    """
+
+    request: object
+    tokens: list[int]
+    text: str | None
+    tree: TreeView | None = None
+    accepted: list[int] | None = None
+    features: torch.Tensor | None = None
+
+
+class Programs:
+    """States, trees and cycles by (batch, shape, detail), allocated on first use.
+
+    Args:
+        parts: engine.loading.Parts; columns: width of the page table; graphs: engine.graph.Graphs.
+    """
+
+    def __init__(self, parts, columns, graphs):
+        self.parts, self.columns, self.graphs = parts, columns, graphs
+        self.states, self.cycles, self.catch_ups = {}, {}, {}
+
+    def state(self, batch):
+        """The State of `batch` slots."""
+        if batch not in self.states:
+            p = self.parts
+            self.states[batch] = State.allocate(batch, self.columns, p.target.features, p.dtype, p.device)
+        return self.states[batch]
+
+    def cycle(self, batch, shape, detail, drafter):
+        """The cycle of one shape; `drafter` None remembers nothing for a drafter."""
+        key = (batch, shape, detail, id(drafter))
+        if key not in self.cycles:
+            p = self.parts
+            vocabulary = p.target.head.vocabulary if detail else None
+            tree = Tree.allocate(batch, shape, p.target.features, p.dtype, p.device, vocabulary)
+            self.cycles[key] = Cycle(p.target, drafter, p.cache, self.state(batch), tree, p.ops)
+        return self.cycles[key]
+
+    def catch_up(self, batch, drafter):
+        """Extend the drafter over its backlog."""
+        key = (batch, id(drafter))
+        if key not in self.catch_ups:
+            self.catch_ups[key] = CatchUp(drafter, self.parts.cache, self.state(batch))
+        self.graphs.run(self.catch_ups[key], batch, "catch-up", CatchUp.stages)
+
+
+class Session:
+    """Runs a list of requests to their ends, `batch` at a time.
+
+    `shape` may be assigned between events, to one of `others` too: the next cycle takes it, and the drafter catches up
+    first where it must. With others, plain cycles keep the drafter's backlog.
+    """
+
+    def __init__(self, programs, pool, requests, batch, shape, prefill_chunk, *, detail=False, others=()):
+        self.programs, self.pool, self.parts = programs, pool, programs.parts
+        self.waiting, self.batch, self.shape, self.chunk = deque(requests), batch, shape, prefill_chunk
+        self.detail, self.follow = detail, any(s != PLAIN for s in others)
+        self.margin = max(s.rows_past_prefix for s in (shape, *others))
+        self.state, self.slots = programs.state(batch), [None] * batch
+        self.lag = 1  # rows the drafter may be behind, at most
+
+    def events(self):
+        """Generator of Event; closing it frees every page and empties every slot."""
+        try:
+            flight = deque()  # cycles launched and not yet read
+            ahead = 1 if self.parts.device.type == "cuda" else 0
+            while self.waiting or any(self.slots) or flight:
+                yield from self._seat()
+                if any(r and not r.finished for r in self.slots):
+                    flight.append(self._launch())
+                if flight and (len(flight) > ahead or not any(r and not r.finished for r in self.slots)):
+                    yield from self._read(flight.popleft())
+                self._release()
+        finally:
+            for request in list(self.slots):
+                if request is not None and not request.finished:
+                    request.finish_reason = "abort"
+            self._release()
+
+    def _seat(self):
+        """Prefill waiting requests into free slots while pages last."""
+        while self.waiting and None in self.slots:
+            request = self.waiting[0]
+            if request.finished:  # nothing was asked for
+                self.waiting.popleft()
+                yield Event(request, [], None if request.stream is None else "")
+                continue
+            pages = self.pool.take(self.rows(request))
+            if pages is None:
+                return
+            self.waiting.popleft()
+            slot = self.slots.index(None)
+            self.slots[slot], request.pages = request, pages
+            yield self._prefill(slot, request)
+
+    def rows(self, request):
+        """Cache rows a request can ever need: the committed ones, and what the widest cycle writes past them."""
+        return len(request.ids) + request.limit - 1 + self.margin
+
+    def _prefill(self, slot, request):
+        p, s = self.parts, self.state
+        tokens = torch.tensor([request.ids], device=p.device)
+        table = torch.zeros(1, s.pages.shape[1], dtype=torch.int32, device=p.device)
+        table[0, : len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32, device=p.device)
+        drafter = self._drafter()
+        first, finite, feature = prefill(p.target, drafter, p.cache, tokens, table, self.chunk)
+        if not bool(finite):
+            raise NonFinite(f"non-finite logits at position {len(request.ids) - 1} (the prompt's last token)")
+        end_ids = sorted(request.end_ids)
+        limit = len(request.ids) + request.limit - 1
+        s.start(slot, request.pages, len(request.ids), limit, first, feature, end_ids)
+        kept, text = request.receive([int(first)])
+        return Event(request, kept, text, features=feature.clone() if self.detail else None)
+
+    def _drafter(self):
+        """The drafter, unless nothing will ever be drafted."""
+        return self.parts.drafter if self.shape != PLAIN or self.follow else None
+
+    def _launch(self):
+        shape = self.shape
+        if shape != PLAIN and self.lag > shape.path:
+            self.programs.catch_up(self.batch, self.parts.drafter)
+            self.lag = 1
+        elif shape == PLAIN and self.follow and self.lag + 1 > BACKLOG:
+            self.programs.catch_up(self.batch, self.parts.drafter)
+            self.lag = 1
+        drafter = self._drafter()
+        cycle = self.programs.cycle(self.batch, shape, self.detail, drafter)
+        self.programs.graphs.run(cycle, self.batch, shape, Cycle.stages)
+        self.lag = shape.path if shape != PLAIN else self.lag + 1
+        report = Report(self.state, list(self.slots), shape)
+        if self.detail:
+            report.tree = {n: getattr(cycle.tree, n).clone() for n in DETAILS}
+        return report
+
+    def _read(self, report):
+        """Hand out one cycle's tokens, request by request."""
+        rows = report.rows()
+        for slot, request in enumerate(report.requests):
+            if request is None or request.finished:
+                continue
+            emitted, count, matched, _, fault = rows(slot)
+            if count:
+                kept, text = request.receive(emitted[:count], matched, report.shape.steps)
+                yield Event(request, kept, text, *self._details(report, slot, len(kept)))
+            if fault and not request.finished:
+                position = len(request.ids) + len(request.token_ids) - 1
+                raise NonFinite(f"non-finite logits at position {position} of request {request.index}")
+
+    def _details(self, report, slot, count):
+        if not self.detail:
+            return None, None, None
+        t = {name: x[slot] for name, x in report.tree.items()}
+        path = t.pop("path")[:count]
+        t["parents"] = torch.where(torch.arange(len(t["parents"]), device=path.device) == 0, -1, t["parents"])
+        return TreeView(**t), path.tolist(), t["aux"][path]
+
+    def _release(self):
+        """Free the slots and pages of requests that have ended."""
+        for slot, request in enumerate(self.slots):
+            if request is not None and request.finished:
+                self.state.clear(slot)
+                self.pool.give_back(request.pages)
+                self.slots[slot], request.pages = None, []
+
+
+DETAILS = ("tokens", "parents", "depths", "target_ids", "aux", "logits", "path")
+
+
+class Report:
+    """What one launched cycle will have emitted, on its way to the host."""
+
+    def __init__(self, state, requests, shape):
+        self.requests, self.shape, self.tree, self.event = requests, shape, None, None
+        if state.report.is_cuda:
+            self.block = torch.empty(state.report.shape, dtype=torch.int64, pin_memory=True)
+            self.block.copy_(state.report, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+        else:
+            self.block = state.report.clone()
+
+    def rows(self):
+        """Function of a slot: (emitted list, accept_len, matched, done, fault)."""
+        if self.event is not None:
+            self.event.synchronize()
+        block = self.block.tolist()
+        width = len(block[0]) - 4
+        return lambda slot: (block[slot][:width], *block[slot][width:])

@@ -1,0 +1,46 @@
+"""Every operation the engine calls, as one table of functions: a torch reference beside each fused twin."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from . import accept, attention, commit, draft_input, experts, head, linear, mlp, norm, qkv, routing, tree
+
+
+@dataclass(frozen=True)
+class Ops:
+    """One implementation of every operation. Fields are as coarse as a fused kernel; a bench swaps one of them."""
+
+    norm: Callable
+    linear: Callable
+    qkv: Callable
+    attention: Callable
+    route: Callable
+    experts: Callable
+    mlp: Callable
+    head: Callable
+    draft_input: Callable
+    grow: Callable
+    choose: Callable
+    ancestry: Callable
+    walk: Callable
+    follow: Callable
+    commit: Callable
+
+
+REFERENCE = Ops(
+    norm=norm.reference,
+    linear=linear.reference,
+    qkv=qkv.reference,
+    attention=attention.reference,
+    route=routing.reference,
+    experts=experts.reference,
+    mlp=mlp.reference,
+    head=head.reference,
+    draft_input=draft_input.reference,
+    grow=tree.grow,
+    choose=tree.choose,
+    ancestry=tree.ancestry,
+    walk=accept.walk,
+    follow=accept.follow,
+    commit=commit.reference,
+)

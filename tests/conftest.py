@@ -1,0 +1,24 @@
+"""What every test shares: `gpu` needs a CUDA device, `interpreter` a run of its own; torch keeps to two threads."""
+
+import os
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(config, items):
+    """Skip `gpu` tests without a GPU; leave `interpreter` tests out unless Triton interprets (it decides at import)."""
+    interpreting = os.environ.get("TRITON_INTERPRET") == "1"
+    elsewhere = [item for item in items if item.get_closest_marker("interpreter") and not interpreting]
+    if elsewhere:
+        config.hook.pytest_deselected(items=elsewhere)
+        items[:] = [item for item in items if item not in elsewhere]
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def two_threads():
+    torch.set_num_threads(min(2, torch.get_num_threads()))

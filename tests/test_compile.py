@@ -1,0 +1,134 @@
+"""Every Triton kernel compiles for sm_90, GPU or not. A module of `kernels` that defines kernels has `specimens()`: a
+list of (kernel, signature, constexprs, options), one for each way it is launched. A kernel out of their reach fails.
+"""
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+import pytest
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+import kernels
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_LIMIT = 227 * 1024  # bytes of shared memory that one block may use on sm_90
+
+
+def bare(fn) -> JITFunction:
+    """The jitted function below `@triton.autotune` and `@triton.heuristics`."""
+    while not isinstance(fn, JITFunction):
+        fn = fn.fn
+    return fn
+
+
+def compile_for_hopper(fn, signature: dict, constexprs: dict, options: dict):
+    """Compile to a cubin. `signature` types the run-time arguments ("*bf16", "i32"); pointers count as aligned."""
+    fn = bare(fn)
+    types = {name: signature.get(name, "constexpr") for name in fn.arg_names}
+    unknown = (set(signature) | set(constexprs)) - set(fn.arg_names)
+    missing = [name for name, kind in types.items() if kind == "constexpr" and name not in constexprs]
+    assert not unknown, f"{fn.__name__} has no arguments {unknown}"
+    assert not missing, f"{fn.__name__}: neither typed nor constant: {missing}"
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types.values()) if kind.startswith("*")}
+    source = ASTSource(fn, types, constexprs, aligned)
+    compiled = triton.compile(source, target=HOPPER, options=options)
+    assert compiled.asm["cubin"]
+    assert compiled.metadata.shared <= SHARED_LIMIT, f"{fn.__name__}: {compiled.metadata.shared} bytes of shared memory"
+    return compiled
+
+
+def modules() -> list[ModuleType]:
+    return [importlib.import_module(m.name) for m in pkgutil.walk_packages(kernels.__path__, "kernels.")]
+
+
+def specimens(module: ModuleType) -> list[tuple]:
+    return module.specimens() if hasattr(module, "specimens") else []
+
+
+def unreached(module: ModuleType) -> set[str]:
+    """Jitted functions that the module defines and that no specimen of it is or calls, however deep."""
+    defined = {}
+    for name, value in vars(module).items():
+        if isinstance(value, JITFunction) or isinstance(getattr(value, "fn", None), JITFunction):
+            if bare(value).fn.__module__ == module.__name__:
+                defined[name] = bare(value)
+    seen, todo = set(), [bare(fn) for fn, *_ in specimens(module)]
+    while todo:
+        fn = todo.pop()
+        if fn not in seen:
+            seen.add(fn)
+            todo += [defined[name] for name in fn.fn.__code__.co_names if name in defined]
+    return {name for name, fn in defined.items() if fn not in seen}
+
+
+ALL = [pytest.param(*s, id=f"{m.__name__}.{bare(s[0]).__name__}") for m in modules() for s in specimens(m)]
+
+
+@pytest.mark.parametrize("fn, signature, constexprs, options", ALL)
+def test_kernel_compiles(fn, signature, constexprs, options):
+    compile_for_hopper(fn, signature, constexprs, options)
+
+
+def test_no_kernel_is_left_out():
+    assert {m.__name__: unreached(m) for m in modules() if unreached(m)} == {}
+
+
+# The harness itself: it passes a good kernel and fails on a bad one.
+
+
+@triton.jit
+def _twice(x):
+    return x + x
+
+
+@triton.jit
+def _double(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + at, _twice(tl.load(x_ptr + at, mask=at < n)), mask=at < n)
+
+
+@triton.jit
+def _broken(x_ptr, BLOCK: tl.constexpr):
+    tl.store(x_ptr + tl.arange(0, BLOCK), tl.arange(0, 2 * BLOCK))
+
+
+@triton.jit
+def _greedy(a_ptr, b_ptr, c_ptr, N: tl.constexpr):
+    square = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    tl.store(c_ptr + square, tl.dot(tl.load(a_ptr + square), tl.load(b_ptr + square)))
+
+
+def test_a_good_kernel_compiles():
+    compiled = compile_for_hopper(
+        _double, {"x_ptr": "*bf16", "y_ptr": "*bf16", "n": "i32"}, {"BLOCK": 256}, {"num_warps": 4, "launch_pdl": True}
+    )
+    assert ".target sm_90" in compiled.asm["ptx"]
+
+
+def test_a_broken_kernel_fails():
+    with pytest.raises(triton.CompilationError):
+        compile_for_hopper(_broken, {"x_ptr": "*i32"}, {"BLOCK": 16}, {})
+
+
+def test_too_much_shared_memory_fails():
+    with pytest.raises(AssertionError, match="shared memory"):
+        compile_for_hopper(_greedy, dict.fromkeys(("a_ptr", "b_ptr", "c_ptr"), "*fp16"), {"N": 256}, {"num_warps": 8})
+
+
+def test_a_wrong_signature_fails():
+    with pytest.raises(AssertionError, match="neither typed nor constant"):
+        compile_for_hopper(_double, {"x_ptr": "*bf16", "y_ptr": "*bf16"}, {"BLOCK": 256}, {})
+
+
+def test_a_kernel_without_specimen_is_found():
+    module = ModuleType(__name__)
+    module._double, module._twice, module._broken = _double, _twice, _broken
+    module.specimens = lambda: [(_double, {}, {}, {})]
+    assert unreached(module) == {"_broken"}
+    module.specimens = lambda: [(_twice, {}, {}, {})]
+    assert unreached(module) == {"_broken", "_double"}

@@ -1,0 +1,82 @@
+"""Which boundaries of the target feed a head. B_k is the residual stream after k layers (B_0 the embedding, B_L before
+the final norm); configs name either boundaries or layers whose output is meant, under one key, and this file is the
+only place that knows."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from weights.config import Eagle3Config
+from weights.fields import Refused, shown
+
+SYNTAX = "boundary:2,24,45 or output:1,23,44"
+
+
+@dataclass(frozen=True)
+class Capture:
+    """`boundaries` ascending, in the order in which their features are joined; `source` "config", "override" or
+    "guessed"."""
+
+    boundaries: tuple[int, ...]
+    source: str
+    why: str  # one sentence
+
+
+def boundaries(config: Eagle3Config, layers: int, override: str | None = None) -> Capture:
+    """Reads the config's layer ids for a target of `layers` layers; `override` ("boundary:…" | "output:…") comes
+    before them. Refused: ids out of range, twice, or not as many as the head fuses."""
+    if override is not None:
+        return Capture(_overridden(config, layers, override), "override", f"option --capture-layers {override}")
+    shift, source, why = _reading(config, layers)
+    ids = _default(layers) if config.aux_ids is None else config.aux_ids
+    origin = "the default layers" if config.aux_ids is None else "key 'eagle_aux_hidden_state_layer_ids'"
+    return Capture(_checked([i + shift for i in ids], ids, config.aux_count, layers, origin), source, why)
+
+
+def _default(layers: int) -> tuple[int, ...]:
+    """The three boundaries that every trainer and engine means when nothing is said."""
+    return 2, layers // 2, layers - 3
+
+
+def _reading(config: Eagle3Config, layers: int) -> tuple[int, str, str]:
+    """The table of conventions: (what to add to an id to get a boundary, source, why)."""
+    ids = config.aux_ids
+    if ids is None:
+        return 0, "guessed", "the config names no layers: the usual low, middle and high boundary are taken"
+    low, high = min(ids), max(ids)
+    if config.family == "speculators":
+        return 0, "config", "the speculators format names boundaries"
+    if high == layers:
+        return 0, "config", f"the ids name boundaries: {high} is the number of layers, and no layer has that number"
+    if low == 1:
+        return 1, "config", "the ids name layer outputs: they start with 1"
+    if tuple(sorted(ids)) == _default(layers):
+        return 0, "guessed", "the ids equal the usual boundaries, but may name layer outputs; read as boundaries"
+    return 1, "guessed", "the ids may name layer outputs or boundaries; read as outputs, as their trainers write them"
+
+
+def _overridden(config: Eagle3Config, layers: int, override: str) -> tuple[int, ...]:
+    origin = f"option --capture-layers {shown(override)}"
+    match = re.fullmatch(r"(boundary|output):(\d+(?:,\d+)*)", override)
+    if not match:
+        raise Refused(f"{origin}: expected {SYNTAX}")
+    ids = [int(i) for i in match[2].split(",")]
+    return _checked([i + (match[1] == "output") for i in ids], ids, config.aux_count, layers, origin)
+
+
+def _checked(
+    values: list[int], ids: list[int] | tuple[int, ...], count: int, layers: int, origin: str
+) -> tuple[int, ...]:
+    """`values` are the boundaries that `ids` stand for, in the same order."""
+    if len(ids) != count:
+        raise Refused(
+            f"{origin}: names {len(ids)} layers {list(ids)}, the head fuses {count}; give {count} as {SYNTAX}"
+        )
+    if wrong := [i for i, value in zip(ids, values, strict=True) if not 0 <= value <= layers or i < 0]:
+        raise Refused(f"{origin}: {wrong[0]} in {list(ids)} is outside the target's {layers} layers")
+    if len(set(values)) != len(values):
+        raise Refused(
+            f"{origin}: {list(ids)} names a layer twice; give {count} different ones with --capture-layers {SYNTAX}"
+        )
+    return tuple(sorted(values))

@@ -1,0 +1,54 @@
+"""Weight formats: which stored tensors make up the experts of a layer, how they are cut, and the parameters that
+result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from weights.config import plain_weights
+from weights.fields import Fields
+from weights.source import Source
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Names of one expert's matrices without their `.weight`."""
+
+    gate: str
+    up: str
+    down: str
+
+
+@dataclass(frozen=True)
+class DenseExperts:
+    """Parameters of a layer's experts, this rank's share I of the intermediate size."""
+
+    gate_up: torch.Tensor  # [E, 2I, D], gate rows first
+    down: torch.Tensor  # [E, D, I]
+
+
+class Dense:
+    """Weights stored as they are used: one matrix a projection, [out, in]."""
+
+    def declare(
+        self, source: Source, names: Callable[[int], ExpertNames], experts: int, hidden: int, intermediate: int
+    ) -> DenseExperts:
+        """`names(e)` of each expert; `intermediate` is the whole size, cut by tensor parallelism."""
+        each = [names(e) for e in range(experts)]
+        wide, tall = (intermediate, hidden), (hidden, intermediate)
+        return DenseExperts(
+            gate_up=source.stack([[(n.gate + ".weight", wide), (n.up + ".weight", wide)] for n in each], cut=0),
+            down=source.stack([[(n.down + ".weight", tall)] for n in each], cut=1),
+        )
+
+
+FORMATS = {"dense": Dense}
+
+
+def format_of(config: dict, where: str) -> Dense:
+    """The format that config.json names. Refused: a `quantization_config` without a row in FORMATS."""
+    plain_weights(Fields(config, where))
+    return FORMATS["dense"]()

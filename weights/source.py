@@ -1,0 +1,265 @@
+"""Names -> parameters. A model's constructor declares what it needs by the checkpoint's own names and gets empty
+tensors of this rank's share; `check` judges the whole list before memory is filled, `fill` reads every piece
+straight to its place."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import translate
+
+import torch
+
+from weights.checkpoint import Index, listed
+from weights.fields import Refused
+
+Shape = tuple[int, ...]
+KINDS = {
+    **dict.fromkeys((torch.float64, torch.float32, torch.float16, torch.bfloat16), "floating point"),
+    **dict.fromkeys((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8), "integer"),
+    torch.bool: "boolean",
+}  # float8 has no entry: its numbers mean nothing without their scales, so it only serves as itself
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How tensor parallelism divides a stored tensor: dimension `dim` into equal shares of whole `parts` (heads; None:
+    single rows). A share never holds a piece of a part."""
+
+    dim: int
+    parts: int | None = None
+
+    def index(self, name: str, shape: Shape, rank: int, size: int) -> Index | None:
+        """The slices of `rank`; None for the whole. Refused when `size` does not divide the parts."""
+        if size == 1:
+            return None
+        parts = self.parts or shape[self.dim]
+        if parts % size or shape[self.dim] % parts:
+            works = [str(n) for n in range(1, min(parts, 64) + 1) if parts % n == 0]
+            raise Refused(
+                f"tensor '{name}' {list(shape)}: dimension {self.dim} has {parts} equal parts, which tensor "
+                f"parallel size {size} does not divide; sizes that work: {', '.join(works)}"
+            )
+        share = shape[self.dim] // size
+        return tuple(
+            slice(rank * share, (rank + 1) * share) if d == self.dim else slice(None) for d in range(len(shape))
+        )
+
+
+Piece = tuple[str, Shape] | tuple[str, Shape, "int | Cut | None"]  # name, stored shape, own cut
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stored tensor, or a slice of it, and the place that it fills. Parts are independent of each other."""
+
+    name: str
+    shape: Shape  # as stored
+    index: Index | None
+    place: torch.Tensor
+
+
+@dataclass
+class Book:
+    """What was declared so far; all prefixed views of a Source write in the same one."""
+
+    parts: list[Part] = field(default_factory=list)
+    skips: list[str] = field(default_factory=list)  # patterns
+    borrowed: dict[str, str] = field(default_factory=dict)  # name -> reason
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a load did, by the checkpoint's names. `missing`: borrowed names that the checkpoint lacks."""
+
+    where: str
+    loaded: int  # stored tensors read, whole or in part
+    nbytes: int  # of this rank's parameters
+    borrowed: list[tuple[str, str]]  # name, reason
+    missing: list[str]
+    unexpected: list[str]
+    skipped: list[str]
+
+    def lines(self) -> list[str]:
+        """For the load report: one line of totals, then one for each list that is not empty."""
+        text = [f"{self.where}: {self.loaded} tensors, {self.nbytes / 1e9:.3f} GB"]
+        text += [f"  borrowed {name}: {reason}" for name, reason in self.borrowed]
+        for what in ("missing", "unexpected", "skipped"):
+            if names := getattr(self, what):
+                text.append(f"  {what} {listed('tensor', names)}")
+        return text
+
+
+def nothing(name: str) -> bool:
+    """The tolerance of a target: every unexpected tensor is refused."""
+    return False
+
+
+class Source:
+    """`checkpoint` read for one rank, to `device` in `dtype`. Device "meta" is the dry pass: the same declarations
+    give `nbytes` and `check` without memory. `tolerates(name)`: unexpected tensors that are reported rather than
+    refused."""
+
+    def __init__(
+        self,
+        checkpoint,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        rank: int = 0,
+        size: int = 1,
+        *,
+        tolerates: Callable[[str], bool] = nothing,
+    ):
+        self.checkpoint = checkpoint
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.rank = rank
+        self.size = size
+        self.tolerates = tolerates
+        self.prefix = ""
+        self._book = Book()
+
+    def prefixed(self, prefix: str) -> Source:
+        """The same source with `prefix` before every name (and pattern) given to it."""
+        view = Source(self.checkpoint, self.device, self.dtype, self.rank, self.size, tolerates=self.tolerates)
+        view.prefix, view._book = self.prefix + prefix, self._book
+        return view
+
+    def take(
+        self, name: str, shape: Shape, *, cut: int | Cut | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """The parameter `name`, stored with `shape`; `cut` is the dimension that tensor parallelism divides. Empty
+        until `fill`. Refused: a cut that does not divide."""
+        local = self._locate(name, shape, cut)
+        return self._allocate(local[-1], dtype, [[local]])
+
+    def concat(
+        self, pieces: Sequence[Piece], *, cut: int | Cut | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Several stored tensors joined along dimension 0 (q, k, v; gate, up), each cut on its own: rank r holds [q_r;
+        k_r; v_r]."""
+        return self._joined([pieces], cut, dtype)[0]
+
+    def stack(
+        self, groups: Sequence[Sequence[Piece]], *, cut: int | Cut | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """[len(groups), ...]: one `concat` a group (experts: gate, up cut along 0; down along 1). All groups are of
+        one shape."""
+        return self._joined(groups, cut, dtype)
+
+    def optional(self, name: str) -> bool:
+        """Whether the checkpoint has `name`. Declares nothing."""
+        return self.checkpoint.has(self.prefix + name)
+
+    def ignore(self, pattern: str) -> None:
+        """Names (shell wildcards) that are expected and skipped on purpose: listed as skipped when there."""
+        self._book.skips.append(self.prefix + pattern)
+
+    def alias(self, name: str) -> None:
+        """One name that may be stored and is not used: another tensor serves in its place (tied head)."""
+        self.ignore(name)
+
+    def borrowed(self, name: str, reason: str) -> None:
+        """Records that `name` comes from elsewhere (the target, an identity); a stored one is skipped."""
+        self.ignore(name)
+        self._book.borrowed[self.prefix + name] = reason
+
+    @property
+    def where(self) -> str:
+        """The checkpoint, for messages."""
+        return self.checkpoint.where
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters declared so far, this rank's share."""
+        return self._book.nbytes
+
+    def check(self) -> Report:
+        """Compares the declarations with the checkpoint; reads nothing. Refused, all in one line: tensors that are
+        missing, of another shape or kind of dtype, or unexpected."""
+        found, book = self.checkpoint, self._book
+        faults, declared = [], {part.name: part for part in book.parts}
+        if missing := [f"{n} {list(p.shape)}" for n, p in declared.items() if not found.has(n)]:
+            faults.append(f"lacks {listed('tensor', missing)}")
+        for part in book.parts:
+            if found.has(part.name):
+                faults += _mismatch(part, found)
+        skip = re.compile("|".join(map(translate, book.skips)) or r"(?!)")
+        others = [name for name in found.names() if name not in declared]
+        skipped = [found.stored(n) for n in others if skip.match(n)]
+        unexpected = [n for n in others if not skip.match(n)]
+        if refused := [found.stored(n) for n in unexpected if not self.tolerates(n)]:
+            faults.append(f"has unexpected {listed('tensor', refused)}")
+        if faults:
+            more = f"; and {len(faults) - 4} more" if len(faults) > 4 else ""
+            raise Refused(f"{found.where}: {'; '.join(faults[:4])}{more}")
+        return Report(
+            where=found.where,
+            loaded=len(declared),
+            nbytes=book.nbytes,
+            borrowed=sorted(book.borrowed.items()),
+            missing=sorted(n for n in book.borrowed if not found.has(n)),
+            unexpected=[found.stored(n) for n in unexpected],
+            skipped=skipped,
+        )
+
+    def fill(self, progress: Callable[[int, int], None] | None = None) -> Report:
+        """Checks, then reads every part to its place. `progress(bytes_done, bytes_total)` after each. Raises
+        ValueError on "meta"."""
+        if self.device.type == "meta":
+            raise ValueError("a source on device 'meta' is a dry pass: it has no memory to fill")
+        report = self.check()
+        done = 0
+        with torch.no_grad():
+            for part in self._book.parts:
+                self.checkpoint.read_into(part.place, part.name, part.index)
+                done += part.place.nbytes
+                if progress:
+                    progress(done, self._book.nbytes)
+        return report
+
+    def _locate(self, name: str, shape: Shape, cut: int | Cut | None) -> tuple[str, Shape, Index | None, Shape]:
+        """(full name, stored shape, this rank's index, local shape)."""
+        name, shape = self.prefix + name, tuple(shape)
+        cut = Cut(cut) if isinstance(cut, int) else cut
+        index = cut.index(name, shape, self.rank, self.size) if cut else None
+        local = shape if index is None else tuple(len(range(n)[s]) for n, s in zip(shape, index, strict=True))
+        return name, shape, index, local
+
+    def _joined(
+        self, groups: Sequence[Sequence[Piece]], cut: int | Cut | None, dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        located = [[self._locate(name, shape, *(own or (cut,))) for name, shape, *own in group] for group in groups]
+        shapes = {(sum(p[-1][0] for p in group), *group[0][-1][1:]) for group in located}
+        ragged = any(piece[-1][1:] != group[0][-1][1:] for group in located for piece in group)
+        if len(shapes) != 1 or ragged:
+            raise ValueError(f"pieces do not join: {[[p[-1] for p in group] for group in located[:2]]}")
+        return self._allocate((len(groups), *shapes.pop()), dtype, located)
+
+    def _allocate(self, shape: Shape, dtype: torch.dtype | None, located: list[list]) -> torch.Tensor:
+        """An empty tensor and the parts that will fill it: `located[i]` fills row i of a stack, or all of a single
+        tensor."""
+        whole = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        for i, group in enumerate(located):
+            place, start = whole if len(shape) == len(group[0][-1]) else whole[i], 0
+            for name, stored, index, local in group:
+                part = place if local == tuple(place.shape) else place.narrow(0, start, local[0])
+                start += local[0] if local else 0
+                self.checkpoint.expect(name, stored, whole.dtype)
+                self._book.parts.append(Part(name, stored, index, part))
+        self._book.nbytes += math.prod(shape) * whole.dtype.itemsize
+        return whole
+
+
+def _mismatch(part: Part, found) -> list[str]:
+    """What is wrong with a tensor that is there: at most one fault, in words."""
+    name, shape, dtype = found.stored(part.name), tuple(found.shape(part.name)), found.dtype(part.name)
+    if shape != part.shape:
+        return [f"tensor {name} has shape {list(shape)}, expected {list(part.shape)}"]
+    due = part.place.dtype
+    if dtype != due and (KINDS.get(dtype) is None or KINDS.get(dtype) != KINDS.get(due)):
+        return [f"tensor {name} is {dtype}, expected {KINDS.get(due) or due}"]
+    return []
