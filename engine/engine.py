@@ -49,6 +49,8 @@ class Engine:
         engine = cls(parts, options, shape or (DEFAULT_SHAPE if parts.drafter is not None else PLAIN), graphs)
         for wanted in (engine.shape, *shapes):
             engine._check(wanted)
+        for wanted in shapes:
+            engine.programs.prepare(1, wanted, None if wanted == PLAIN else parts.drafter)
         return engine
 
     @property
@@ -89,12 +91,12 @@ class Engine:
             )
         return prompt
 
-    def generate(self, prompt, sampling=None, *, shape=None):
+    def generate(self, prompt, sampling=None, *, shape=None, profile=None):
         """Decode one prompt, or a list of prompts `max_batch` at a time.
 
         Args:
             prompt: text, list of ids, list of messages, or a list of those; sampling: Sampling, or one for each.
-            shape: Shape for this call.
+            shape: Shape for this call; profile: engine.profile.Profile that takes the stages' times.
 
         Returns:
             Result (engine.request), or a list of them in the order of the prompts.
@@ -106,7 +108,7 @@ class Engine:
             raise Refused(f"sampling: {len(samplings)} for {len(prompts)} prompts; supported: one, or one for each")
         shape = shape or self.shape
         requests = [self._request(i, p, s) for i, (p, s) in enumerate(zip(prompts, samplings, strict=True))]
-        with contextlib.closing(self._session(requests, shape)) as events:
+        with contextlib.closing(self._session(requests, shape, profile=profile)) as events:
             for _ in events:
                 pass
         results = [request.result(shape) for request in requests]
@@ -124,10 +126,10 @@ class Engine:
         request = self._request(0, prompt, sampling or Sampling())
         return self._session([request], shape or self.shape, detail=details)
 
-    def stream_all(self, prompts, samplings, *, shape=None):
+    def stream_all(self, prompts, samplings, *, shape=None, profile=None):
         """Decode a list of prompts, yielding the Event of whichever request moved; .request.index tells which."""
         requests = [self._request(i, p, s) for i, (p, s) in enumerate(zip(prompts, samplings, strict=True))]
-        return self._session(requests, shape or self.shape)
+        return self._session(requests, shape or self.shape, profile=profile)
 
     def _request(self, index, prompt, sampling):
         ids, vocabulary = self.encode(prompt), self.parts.target.head.vocabulary
@@ -138,12 +140,13 @@ class Engine:
         limit = min(sampling.max_new_tokens, self.parts.max_context - len(ids))
         return Request(index, ids, sampling, frozenset(own) | set(sampling.stop_ids), limit, self.parts.text)
 
-    def _session(self, requests, shape, detail=False):
+    def _session(self, requests, shape, detail=False, profile=None):
         """Check that all of it can be served, then hand out the events' generator."""
         self._idle()
         self._check(shape)
         batch = min(self.options.max_batch, 1 << (max(1, len(requests)) - 1).bit_length())
-        session = Session(self.programs, self.pool, requests, batch, shape, self.options.prefill_chunk, detail=detail)
+        chunk = self.options.prefill_chunk
+        session = Session(self.programs, self.pool, requests, batch, shape, chunk, detail=detail, profile=profile)
         rows = [session.rows(request) for request in requests]
         for need in rows:
             self.pool.demand(need)

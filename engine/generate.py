@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(o) -> None:
     """Load, decode and report as `o`, the parsed options, says."""
-    given = [prompts.Prompt(o.prompt, "PROMPT")] if o.prompt_file is None else prompts.read(o.prompt_file)
+    given = [prompts.Prompt(o.prompt, "")] if o.prompt_file is None else prompts.read(o.prompt_file)
     given = prompts.chat(given) if o.chat else given
     samplings = [sampling(o, prompt.seed or 0) for prompt in given]
     target, draft = options.pair(o)
@@ -108,7 +108,7 @@ def encode(engine: Engine, prompt: prompts.Prompt) -> list[int]:
             raise Refused("prompt: it is empty; supported: at least one token")
         return engine.encode(prompt.content)
     except Refused as error:
-        raise Refused(f"{prompt.where}: {error}") from None
+        raise Refused(f"{prompt.where}{error}") from None
 
 
 def decode(engine: Engine, requests: list[tuple[list[int], Sampling]], shape, out) -> report.Run:

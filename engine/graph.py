@@ -3,6 +3,7 @@
 On the CPU, or with graphs off, the same program runs eagerly and the entry says why.
 """
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,12 +59,7 @@ class Graphs:
 
     def run(self, program, batch, shape, stages):
         """Run `program.run(stages)`, captured if it can be; `program` is an engine.cycle.Cycle or CatchUp."""
-        key = (batch, shape, id(program), stages)
-        entry = self.entries.get(key)
-        if entry is None:
-            entry = self.entries[key] = Entry(batch, str(shape), stages, self.reason)
-            if self.reason is None:
-                entry.graph = self._capture(program, stages)
+        entry = self.prepare(program, batch, shape, stages)
         if entry.graph is None:
             entry.eager += 1
             program.run(stages)
@@ -71,25 +67,37 @@ class Graphs:
             entry.replays += 1
             entry.graph.replay()
 
+    def prepare(self, program, batch, shape, stages):
+        """The program's entry, captured on first use. The state is left as it was."""
+        key = (batch, shape, id(program), stages)
+        if key not in self.entries:
+            entry = Entry(batch, str(shape), stages, self.reason)
+            if self.reason is None:
+                entry.graph = self._capture(program, stages)
+            self.entries[key] = entry
+        return self.entries[key]
+
+    def forget(self):
+        """Drop every capture: the tensors they point to are no longer the ones in use."""
+        self.entries.clear()
+
     def _capture(self, program, stages):
         """Warm up on a side stream over a state that is put back afterwards, then record."""
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        keep = program.state.snapshot()
+        began = time.perf_counter()
+        kept = program.state.snapshot()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             program.run(stages)
         torch.cuda.current_stream().wait_stream(side)
-        program.state.restore(keep)
+        program.state.restore(kept)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
             program.run(stages)
-        end.record()
-        end.synchronize()
-        self.capture_ms += start.elapsed_time(end)
+        torch.cuda.synchronize()
+        self.capture_ms += (time.perf_counter() - began) * 1e3
         return graph
 
     def report(self):

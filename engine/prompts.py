@@ -1,4 +1,4 @@
-"""Prompts of a run: one argument, a text file, or a file of JSON lines. What cannot be read is refused by file and line."""
+"""Prompts of a run: one argument, a text file, or a file of JSON lines. What cannot be read is refused by its line."""
 
 import json
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ KINDS = ("prompt", "token_ids", "messages")
 
 @dataclass(frozen=True)
 class Prompt:
-    """`content`: a text, a list of token ids or a list of chat messages; `where`: for messages about it."""
+    """`content`: a text, a list of token ids or a list of chat messages; `where`: "file:line: ", for refusals."""
 
     content: str | list
     where: str
@@ -31,10 +31,10 @@ def read(path: str) -> list[Prompt]:
         cause = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise Refused(f"--prompt-file {path}: cannot be read: {cause}") from None
     if not path.endswith(".jsonl"):
-        prompts = [Prompt(text, path)] if text.strip() else []
+        prompts = [Prompt(text, f"{path}: ")] if text.strip() else []
     else:
         lines = enumerate(text.split("\n"), 1)
-        prompts = [_entry(line, f"{path}:{at}") for at, line in lines if line.strip()]
+        prompts = [_entry(line, f"{path}:{at}: ") for at, line in lines if line.strip()]
     if not prompts:
         raise Refused(f"--prompt-file {path}: it is empty; supported: at least one prompt")
     return prompts
@@ -45,16 +45,16 @@ def _entry(line: str, where: str) -> Prompt:
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
-        raise Refused(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+        raise Refused(f"{where}not JSON: {error.msg} at column {error.colno}") from None
     found = [kind for kind in KINDS if isinstance(entry, dict) and kind in entry]
     if len(found) != 1:
-        raise Refused(f"{where}: has {' and '.join(found) or 'no prompt'}; supported: one of {', '.join(KINDS)}")
+        raise Refused(f"{where}has {' and '.join(found) or 'no prompt'}; supported: one of {', '.join(KINDS)}")
     (kind,), seed = found, entry.get("seed")
     content = entry[kind]
     if not _fits(kind, content):
-        raise Refused(f"{where}: key '{kind}' is not {EXPECTED[kind]}")
+        raise Refused(f"{where}key '{kind}' is not {EXPECTED[kind]}")
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or seed < 0):
-        raise Refused(f"{where}: key 'seed' is {seed!r}; supported: whole numbers from 0")
+        raise Refused(f"{where}key 'seed' is {seed!r}; supported: whole numbers from 0")
     return Prompt(content, where, seed)
 
 
@@ -79,7 +79,7 @@ def chat(prompts: list[Prompt]) -> list[Prompt]:
     """Texts as the user's message of a conversation. Raises Refused for token ids, which no template can take."""
     for prompt in prompts:
         if not isinstance(prompt.content, str) and not prompt.templated:
-            raise Refused(f"--chat: {prompt.where} is token ids; supported: texts and messages")
+            raise Refused(f"{prompt.where}--chat: token ids take no template; supported: texts and messages")
     return [
         Prompt([{"role": "user", "content": p.content}], p.where, p.seed) if isinstance(p.content, str) else p
         for p in prompts

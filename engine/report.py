@@ -207,8 +207,8 @@ def decoded(run: Run, compare: dict | None, templated: int) -> list[str]:
     if counts.rate is not None:
         depths = " ".join(f"{rate:.2f}" for rate in counts.by_position)
         lines.append(
-            f"accept length {counts.length:.2f} ({counts.length_drafts:.2f} without the bonus token) over {counts.cycles} "
-            f"cycles of shape {shape}; accept rate {counts.rate:.2f}, by position {depths}"
+            f"accept length {counts.length:.2f} ({counts.length_drafts:.2f} without the bonus token) "
+            f"over {counts.cycles} cycles of shape {shape}; accept rate {counts.rate:.2f}, by position {depths}"
         )
     if compare is not None and compare["speedup"]:
         same = "the same ids" if compare["identical"] else "DIFFERENT ids"

@@ -11,6 +11,7 @@ import torch
 
 from .buffers import BACKLOG, State, Tree
 from .cycle import CatchUp, Cycle, prefill
+from .profile import Stamped
 from .shape import PLAIN
 
 
@@ -64,15 +65,20 @@ class Programs:
             self.states[batch] = State.allocate(batch, self.columns, p.target.features, p.dtype, p.device)
         return self.states[batch]
 
-    def cycle(self, batch, shape, detail, drafter):
-        """The cycle of one shape; `drafter` None remembers nothing for a drafter."""
-        key = (batch, shape, detail, id(drafter))
+    def cycle(self, batch, shape, drafter, *, detail, stamped):
+        """The cycle of one shape; `drafter` None remembers nothing for a drafter, `stamped` times its stages."""
+        key = (batch, shape, id(drafter), detail, stamped)
         if key not in self.cycles:
             p = self.parts
             vocabulary = p.target.head.vocabulary if detail else None
             tree = Tree.allocate(batch, shape, p.target.features, p.dtype, p.device, vocabulary)
-            self.cycles[key] = Cycle(p.target, drafter, p.cache, self.state(batch), tree, p.ops)
+            cycle = Cycle(p.target, drafter, p.cache, self.state(batch), tree, p.ops)
+            self.cycles[key] = Stamped(cycle, p.ops.stamp) if stamped else cycle
         return self.cycles[key]
+
+    def prepare(self, batch, shape, drafter, *, detail=False):
+        """Capture the cycle of one shape ahead of its first use."""
+        self.graphs.prepare(self.cycle(batch, shape, drafter, detail=detail, stamped=False), batch, shape, Cycle.stages)
 
     def catch_up(self, batch, drafter):
         """Extend the drafter over its backlog."""
@@ -86,13 +92,16 @@ class Session:
     """Runs a list of requests to their ends, `batch` at a time.
 
     `shape` may be assigned between events, to one of `others` too: the next cycle takes it, and the drafter catches up
-    first where it must. With others, plain cycles keep the drafter's backlog.
+    first where it must. With others, plain cycles keep the drafter's backlog. profile: an engine.profile.Profile that
+    takes the stages' times, or None.
     """
 
-    def __init__(self, programs, pool, requests, batch, shape, prefill_chunk, *, detail=False, others=()):
+    def __init__(
+        self, programs, pool, requests, batch, shape, prefill_chunk, *, detail=False, others=(), profile=None
+    ):
         self.programs, self.pool, self.parts = programs, pool, programs.parts
         self.waiting, self.batch, self.shape, self.chunk = deque(requests), batch, shape, prefill_chunk
-        self.detail, self.follow = detail, any(s != PLAIN for s in others)
+        self.detail, self.follow, self.profile = detail, any(s != PLAIN for s in others), profile
         self.margin = max(s.rows_past_prefix for s in (shape, *others))
         self.state, self.slots = programs.state(batch), [None] * batch
         self.lag = 1  # rows the drafter may be behind, at most
@@ -162,18 +171,22 @@ class Session:
         elif shape == PLAIN and self.follow and self.lag + 1 > BACKLOG:
             self.programs.catch_up(self.batch, self.parts.drafter)
             self.lag = 1
-        drafter = self._drafter()
-        cycle = self.programs.cycle(self.batch, shape, self.detail, drafter)
+        stamped = self.profile is not None
+        cycle = self.programs.cycle(self.batch, shape, self._drafter(), detail=self.detail, stamped=stamped)
         self.programs.graphs.run(cycle, self.batch, shape, Cycle.stages)
         self.lag = shape.path if shape != PLAIN else self.lag + 1
         report = Report(self.state, list(self.slots), shape)
         if self.detail:
             report.tree = {n: getattr(cycle.tree, n).clone() for n in DETAILS}
+        if stamped:
+            report.stamps = cycle.stamps.clone()
         return report
 
     def _read(self, report):
         """Hand out one cycle's tokens, request by request."""
         rows = report.rows()
+        if report.stamps is not None:
+            self.profile.add(report.stamps.tolist())
         for slot, request in enumerate(report.requests):
             if request is None or request.finished:
                 continue
@@ -209,7 +222,8 @@ class Report:
     """What one launched cycle will have emitted, on its way to the host."""
 
     def __init__(self, state, requests, shape):
-        self.requests, self.shape, self.tree, self.event = requests, shape, None, None
+        self.requests, self.shape = requests, shape
+        self.tree = self.stamps = self.event = None
         if state.report.is_cuda:
             self.block = torch.empty(state.report.shape, dtype=torch.int64, pin_memory=True)
             self.block.copy_(state.report, non_blocking=True)

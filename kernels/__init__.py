@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import accept, attention, commit, draft_input, experts, head, linear, mlp, norm, qkv, routing, tree
+from . import accept, attention, commit, draft_input, experts, head, linear, mlp, norm, qkv, routing, stamp, tree
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Ops:
     walk: Callable
     follow: Callable
     commit: Callable
+    stamp: Callable
 
 
 REFERENCE = Ops(
@@ -43,4 +44,5 @@ REFERENCE = Ops(
     walk=accept.walk,
     follow=accept.follow,
     commit=commit.reference,
+    stamp=stamp.reference,
 )

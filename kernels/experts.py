@@ -4,7 +4,7 @@ import torch
 
 from .activation import ACTIVATIONS
 
-GATHERED_ELEMENTS = 1 << 25  # above this many gathered weight elements the loop over all experts is cheaper
+ROWS_AN_EXPERT = 4  # from this many choices an expert the loop over all experts is cheaper than gathering weights
 
 
 def _pairs(x, ids, gate_up, down, act):
@@ -35,8 +35,7 @@ def reference(x, ids, weights, gate_up, down, activation, residual=None):
     Returns:
         [N, D] in x's dtype.
     """
-    gathered = ids.numel() * gate_up[0].numel()
-    outputs = _pairs if gathered <= GATHERED_ELEMENTS else _all_experts
+    outputs = _pairs if ids.numel() <= ROWS_AN_EXPERT * gate_up.shape[0] else _all_experts
     y = (outputs(x, ids, gate_up, down, ACTIVATIONS[activation]) * weights[..., None]).sum(1)
     if residual is not None:
         y = y + residual.float()

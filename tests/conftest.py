@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from toys import Toys
 
 
 def pytest_collection_modifyitems(config, items):
@@ -22,3 +23,17 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(autouse=True, scope="session")
 def two_threads():
     torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+@pytest.fixture(scope="session")
+def toys(tmp_path_factory):
+    """The toy checkpoints, written once a run."""
+    return Toys(tmp_path_factory.mktemp("toys"))
+
+
+@pytest.fixture
+def nan_memory():
+    """Memory that nobody has written yet holds NaN (integers: their greatest value)."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

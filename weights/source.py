@@ -134,7 +134,7 @@ class Source:
         """The parameter `name`, stored with `shape`; `cut` is the dimension that tensor parallelism divides. Empty
         until `fill`. Refused: a cut that does not divide."""
         local = self._locate(name, shape, cut)
-        return self._allocate(local[-1], dtype, [[local]])
+        return self._allocate((1, *local[-1]), dtype, [[local]])[0]
 
     def concat(
         self, pieces: Sequence[Piece], *, cut: int | Cut | None = None, dtype: torch.dtype | None = None
@@ -240,16 +240,15 @@ class Source:
         return self._allocate((len(groups), *shapes.pop()), dtype, located)
 
     def _allocate(self, shape: Shape, dtype: torch.dtype | None, located: list[list]) -> torch.Tensor:
-        """An empty tensor and the parts that will fill it: `located[i]` fills row i of a stack, or all of a single
-        tensor."""
+        """An empty tensor and the parts that will fill it: `located[i]` fills row i."""
         whole = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         for i, group in enumerate(located):
-            place, start = whole if len(shape) == len(group[0][-1]) else whole[i], 0
+            start = 0
             for name, stored, index, local in group:
-                part = place if local == tuple(place.shape) else place.narrow(0, start, local[0])
+                place = whole[i] if len(group) == 1 else whole[i].narrow(0, start, local[0])
                 start += local[0] if local else 0
                 self.checkpoint.expect(name, stored, whole.dtype)
-                self._book.parts.append(Part(name, stored, index, part))
+                self._book.parts.append(Part(name, stored, index, place))
         self._book.nbytes += math.prod(shape) * whole.dtype.itemsize
         return whole
 

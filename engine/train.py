@@ -1,0 +1,501 @@
+"""`python -m engine.train`: trains a one-layer EAGLE-3 head on a target's own hidden states, which the engine's own
+target code computes. Exit codes: 0; 2 for what is refused (one line on stderr); 1 for a failure.
+
+Shapes: B sequences, L tokens of a window, N = L - steps rows trained of it, V vocabulary, Vd draft vocabulary.
+"""
+
+import contextlib
+import json
+import lzma
+import math
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from kernels import REFERENCE
+from weights.config import Eagle3Config, Refused, eos_ids
+
+from .batch import Batch
+from .cache import Cache
+from .loading import Options, Plan, device_of, open_target
+from .options import Parser, least, number
+from .text import Text
+from .tp import TP
+from .train_head import Head, describe, draft_vocabulary
+
+PAGE = 64  # rows a page of the scratch cache
+ROWS = 2048  # sequences continued at once
+LOGITS = 1 << 28  # most logits of the target at once
+WARM_UP = 0.03  # share of the run in which the rate rises
+DECAY = 0.8  # weight of a step's loss against the step before it
+PROBES = 64  # held-out windows
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What the target says of windows: features [B, L, F], its distribution over the draft vocabulary [B, L, Vd]
+    (renormalised), its own next token [B, L]."""
+
+    tokens: torch.Tensor
+    features: torch.Tensor
+    wanted: torch.Tensor
+    best: torch.Tensor
+
+
+class Teacher:
+    """A target with a scratch cache for up to `rows` windows of `length` tokens."""
+
+    def __init__(self, target, rows, length, device):
+        self.target, columns = target, -(-length // PAGE)
+        self.cache = Cache({"target": target.cache_rows}, 1 + rows * columns, PAGE, torch.float32, device)
+        pages = torch.arange(1, 1 + rows * columns, dtype=torch.int32, device=device)
+        self.pages = pages.view(rows, columns)
+
+    def forward(self, tokens, start):
+        """tokens [B, T] that follow `start` tokens of each window -> hidden [B, T, D], features [B, T, F]."""
+        (b, t), columns = tokens.shape, -(-(start + tokens.shape[1]) // PAGE)
+        prefix = torch.full((b,), start, dtype=torch.int64, device=tokens.device)
+        hidden, features = self.target.forward(Batch.causal(tokens, prefix, self.pages[:b, :columns]), self.cache)
+        return hidden.view(b, t, -1), features.view(b, t, -1)
+
+    @torch.no_grad()
+    def lesson(self, tokens, draft_ids):
+        """tokens [B, L] -> Lesson."""
+        hidden, features = self.forward(tokens, 0)
+        wanted, best = [], []
+        vocabulary = self.target.head.vocabulary
+        for part in hidden.split(max(1, LOGITS // (vocabulary * tokens.shape[1]))):
+            rows = part.flatten(0, 1)
+            logits = rows.new_empty(len(rows), vocabulary, dtype=torch.float32)
+            best.append(self.target.head(rows, 1, logits)[1].view(part.shape[:2]))
+            wanted.append(logits[:, draft_ids].softmax(-1).view(*part.shape[:2], -1))
+        return Lesson(tokens, features, torch.cat(wanted), torch.cat(best))
+
+    @torch.no_grad()
+    def continued(self, prefixes, length):
+        """prefixes [B, P] -> [B, length]: each with the target's own greedy continuation."""
+        b, known = prefixes.shape
+        ids = prefixes.new_zeros(b, length)
+        ids[:, :known] = prefixes
+        at = 0
+        while at < length - 1:
+            end = min(at + PAGE, known) if at < known else at + 1
+            hidden, _ = self.forward(ids[:, at:end], at)
+            if end >= known:
+                ids[:, end] = self.target.head(hidden[:, -1])[1][:, 0]
+            at = end
+        return ids
+
+
+class Windows:
+    """Training windows: of the corpus, every other one from a file's start, and of the target's own text."""
+
+    def __init__(self, stream, end_ids, length, seed):
+        self.stream, self.length, self.seed = stream, length, seed
+        ends = torch.tensor(end_ids, dtype=stream.dtype, device=stream.device)
+        starts = torch.isin(stream[:-length], ends).nonzero()[:, 0] + 1
+        self.starts = starts if len(starts) else torch.zeros(1, dtype=torch.int64, device=stream.device)
+
+    def _generator(self, number):
+        """A draw depends on (seed, number) alone: resuming changes nothing."""
+        return torch.Generator(self.stream.device).manual_seed(self.seed * 1_000_003 + number)
+
+    def corpus(self, count, length, number):
+        """[count, length] int64, the draw of that number."""
+        draw = self._generator(number)
+        device = self.stream.device
+        at = torch.randint(len(self.stream) - length, (count,), generator=draw, device=device)
+        first = self.starts[torch.randint(len(self.starts), (count,), generator=draw, device=device)]
+        at[::2] = first[::2]
+        return self.stream[at[:, None] + torch.arange(length, device=device)].long()
+
+    def mixed(self, step, count, own, share):
+        """[count, L] of a training step; `share` of them, in the long run, rows of own [M, L]."""
+        windows = self.corpus(count, self.length, step)
+        mine = math.floor((step + 1) * count * share) - math.floor(step * count * share)
+        if mine:
+            draw = self._generator(-1 - step)
+            pick = torch.randint(len(own), (mine,), generator=draw, device=own.device)
+            windows[count - mine :] = own[pick].long()
+        return windows
+
+
+def own_text(target, windows, count, say):
+    """`count` windows [count, L] int32 that begin with corpus text and go on as the target does, greedily."""
+    length, pieces = windows.length, []
+    teacher = Teacher(target, min(count, ROWS), length, windows.stream.device)
+    prefixes = range(PAGE, max(PAGE, length - 2 * PAGE) + 1, PAGE)
+    began = time.monotonic()
+    for number in range(-(-count // ROWS)):
+        rows = min(ROWS, count - number * ROWS)
+        for i, part in enumerate(windows.corpus(rows, length, 1 << 40 | number).split(-(-rows // len(prefixes)))):
+            pieces.append(teacher.continued(part[:, : prefixes[i]], length).int())
+        say(f"self-generated {sum(map(len, pieces))} of {count} windows, {time.monotonic() - began:.0f} s")
+    return torch.cat(pieces)
+
+
+def losses(head, lesson, steps):
+    """Cross entropy of each step against the target's distribution over the draft vocabulary [steps], and its top-1
+    agreement with the target [steps]. Rows whose target token the draft vocabulary lacks carry no loss."""
+    rows, out, agree = lesson.tokens.shape[1] - steps, [], []
+    for j, hidden in enumerate(head.unroll(lesson.features, lesson.tokens, steps)):
+        logits = head.logits(hidden)
+        here = slice(j + 1, j + 1 + rows)
+        best, wanted = lesson.best[:, here], lesson.wanted[:, here]
+        known = head.t2d[best]
+        loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1), reduction="none")
+        out.append((loss * known.flatten()).sum() / known.sum().clamp(min=1))
+        agree.append((head.draft_ids[logits.detach().argmax(-1)] == best).float().mean())
+    return torch.stack(out), torch.stack(agree)
+
+
+@torch.no_grad()
+def hits(head, lesson, steps):
+    """[B, N, steps] bool: whether each step's best token is the target's own."""
+    rows, out = lesson.tokens.shape[1] - steps, []
+    for j, hidden in enumerate(head.unroll(lesson.features, lesson.tokens, steps)):
+        ids = head.draft_ids[head.logits(hidden).argmax(-1)]
+        out.append(ids == lesson.best[:, j + 1 : j + 1 + rows])
+    return torch.stack(out, -1)
+
+
+def chain_length(agree, steps):
+    """Mean tokens a cycle of a chain of `steps` would emit along greedy text; agree [B, N, >= steps] of `hits`."""
+    run = agree[..., :steps].long().cumprod(-1).sum(-1) + 1
+    emitted = cycles = 0
+    for row in run.tolist():
+        at = 0
+        while at < len(row):
+            emitted, cycles, at = emitted + row[at], cycles + 1, at + row[at]
+    return emitted / cycles
+
+
+def evaluate(head, target, stream, end_ids, o, autocast):
+    """Agreement on held-out text, and on the target's own greedy continuations of it with the accept length that a
+    chain would reach there."""
+    windows = Windows(stream, end_ids, o.length, o.seed)
+    count = min(PROBES, max(1, len(stream) // o.length))
+    teacher = Teacher(target, min(count, o.batch), o.length, stream.device)
+    texts = windows.corpus(count, o.length, 0)
+    known = max(1, min(o.length // 2 // PAGE * PAGE, o.length - 2 * o.ttt))
+    greedy = [teacher.continued(part[:, :known], o.length) for part in texts.split(len(teacher.pages))]
+    with autocast():
+        plain = torch.cat(
+            [hits(head, teacher.lesson(part, head.draft_ids), o.ttt) for part in texts.split(len(teacher.pages))]
+        )
+        own = torch.cat([hits(head, teacher.lesson(part, head.draft_ids), o.ttt) for part in greedy])[:, known - 1 :]
+    return {
+        "heldout_top1": [round(x, 4) for x in plain.float().mean((0, 1)).tolist()],
+        "greedy_top1": [round(x, 4) for x in own.float().mean((0, 1)).tolist()],
+        "greedy_accept_length": {f"{s}-1-{s + 1}": round(chain_length(own, s), 3) for s in range(1, o.ttt + 1)},
+    }
+
+
+def read_stream(path, folder, vocabulary):
+    """Token ids of a corpus file [tokens] int32: *.bin and *.bin.xz hold little-endian uint16 ids, anything else is
+    text for the tokenizer of the target at `folder`. Raises Refused."""
+    path = Path(path)
+    try:
+        stored = lzma.open(path).read() if path.suffix == ".xz" else path.read_bytes()
+        if path.name.removesuffix(".xz").endswith(".bin"):
+            ids = np.frombuffer(stored[: len(stored) // 2 * 2], dtype="<u2").astype(np.int32)
+        else:
+            text = None if folder is None else Text.find(folder)
+            if text is None:
+                raise Refused(f"{path}: the target has no tokenizer for text; supported: a *.bin or *.bin.xz of ids")
+            ids = np.asarray(text.encode(stored.decode()), dtype=np.int32)
+    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
+        raise Refused(f"{path}: cannot be read ({error}); supported: ids in *.bin[.xz], or UTF-8 text") from None
+    if len(ids) and ids.max() >= vocabulary:
+        raise Refused(f"{path}: holds id {ids.max()}; supported: ids below the target's vocabulary of {vocabulary}")
+    return torch.from_numpy(ids)
+
+
+def streams(o, folder, vocabulary):
+    """(training, held-out) token ids of --corpus and --heldout. Raises Refused where one is too short."""
+    corpus = Path(o.corpus)
+    inside = corpus / "train.bin.xz" if corpus.is_dir() else corpus
+    beside = inside.with_name("heldout.bin.xz")
+    train = read_stream(inside, folder, vocabulary)
+    if o.heldout or beside.is_file() and beside != inside:
+        held = read_stream(o.heldout or beside, folder, vocabulary)
+    else:
+        cut = len(train) - max(len(train) // 50, 2 * o.length)
+        train, held = train[: max(cut, 0)], train[max(cut, 0) :]
+    for name, stream in ((inside, train), (o.heldout or "held-out text", held)):
+        if len(stream) < 2 * o.length:
+            raise Refused(f"{name}: {len(stream)} tokens; supported: at least two windows of --length {o.length}")
+    return train, held
+
+
+def load_target(opened, capture, length, device):
+    """The target of an Opened, fp32 and without a drafter. Raises Refused before memory is filled."""
+    plan = Plan(opened, None, capture, length, REFERENCE, TP(), torch.float32)
+    plan.build("meta")[1].check()
+    target, source, _, _ = plan.build(device)
+    source.fill()
+    return target
+
+
+class Schedule:
+    """Progress of the run in [0, 1], by the step or by the clock, and the learning rate there."""
+
+    def __init__(self, o, seconds):
+        self.steps, self.minutes, self.peak = o.steps, o.minutes, o.lr
+        self.began = time.monotonic() - seconds
+
+    @property
+    def seconds(self):
+        """Since training began, earlier tries counted."""
+        return time.monotonic() - self.began
+
+    def progress(self, step):
+        """0 at the start, 1 when all is done."""
+        return step / self.steps if self.steps else min(1.0, self.seconds / (60 * self.minutes))
+
+    def rate(self, progress):
+        """Linear up, then a cosine to zero."""
+        return self.peak * min((progress + 1e-3) / WARM_UP, (1 + math.cos(math.pi * progress)) / 2)
+
+
+class Trainer:
+    """The head, its optimizer and where they stand; `state` and `restore` are the checkpoint of a run."""
+
+    def __init__(self, head, o, own):
+        fused = o.device.type == "cuda"
+        self.head, self.o, self.own = head, o, own
+        self.optimizer = torch.optim.AdamW(head.parameters(), lr=o.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
+        self.step, self.seconds, self.curve = 0, 0.0, []
+
+    def state(self):
+        """Everything that `--resume` needs."""
+        state = {"draft_ids": self.head.draft_ids, "own": self.own, "head": self.head.state_dict()}
+        state |= {"optimizer": self.optimizer.state_dict(), "step": self.step, "seconds": self.seconds}
+        return state | {"curve": self.curve, "settings": settings(self.o)}
+
+    def restore(self, state):
+        """Go on from a state."""
+        self.head.load_state_dict(state["head"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.seconds, self.curve = state["step"], state["seconds"], state["curve"]
+
+    def run(self, teacher, windows, autocast, save, say):
+        """Train to the end of the schedule; `save` every --save-every seconds, `say` a line every --log-every."""
+        o, head = self.o, self.head
+        weight = DECAY ** torch.arange(o.ttt, device=o.device)
+        weight /= weight.sum()
+        schedule, draft_ids = Schedule(o, self.seconds), head.draft_ids
+        printed = saved = time.monotonic()
+        seen, total = self.step, torch.zeros(2, o.ttt, device=o.device)
+        while (progress := schedule.progress(self.step)) < 1:
+            for group in self.optimizer.param_groups:
+                group["lr"] = schedule.rate(progress)
+            lesson = teacher.lesson(windows.mixed(self.step, o.batch, self.own, o.self_generated), draft_ids)
+            with autocast():
+                loss, agree = losses(head, lesson, o.ttt)
+            (loss * weight).sum().backward()
+            torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            total += torch.stack([loss.detach(), agree])
+            self.step += 1
+            now = time.monotonic()
+            if now - printed >= o.log_every or schedule.progress(self.step) >= 1:
+                each = (total / (self.step - seen)).tolist()
+                mean = sum(w * x for w, x in zip(weight.tolist(), each[0], strict=True))
+                if not math.isfinite(mean):
+                    raise FloatingPointError(f"the loss is {mean} at step {self.step}; lower --lr")
+                rate = (self.step - seen) / (time.monotonic() - printed)
+                self.seconds = schedule.seconds
+                self.curve.append([self.step, round(mean, 4), *(round(x, 4) for x in each[1])])
+                say(
+                    f"step {self.step}  {self.seconds:.0f} s  {100 * progress:.1f} %  lr {schedule.rate(progress):.2e}  "
+                    f"loss {mean:.4f}  top-1 {' '.join(f'{x:.3f}' for x in each[1])}  {rate:.1f} steps/s"
+                )
+                printed, seen = time.monotonic(), self.step
+                total.zero_()
+            if now - saved >= o.save_every:
+                self.seconds = schedule.seconds
+                save()
+                saved = time.monotonic()
+        self.seconds = schedule.seconds
+
+
+FIXED = "target corpus heldout capture_layers draft_vocab intermediate batch length ttt seed lr self_generated".split()
+
+
+def settings(o):
+    """The options that a resumed run must share with the run it goes on with."""
+    return {name: getattr(o, name) for name in (*FIXED, "windows")}
+
+
+def parser():
+    """Every option."""
+    p = Parser(prog="python -m engine.train", allow_abbrev=False, description=__doc__.split("\n\n")[0])
+    add = p.add_argument
+    add("--target", required=True, metavar="DIR|HUB_ID", help="the target")
+    add("--corpus", required=True, metavar="FILE|DIR", help="ids in *.bin[.xz], text, or DIR/train.bin.xz")
+    add("--heldout", metavar="FILE", help="default: heldout.bin.xz beside the corpus, else its last 2 %%")
+    add("--out", required=True, metavar="DIR", help="where the head goes")
+    add("--capture-layers", metavar="boundary:A,B,C|output:A,B,C", help="default: the usual three")
+    add("--draft-vocab", type=least(1), default=2048, metavar="N", help="default %(default)s")
+    add("--intermediate", type=least(1), default=512, metavar="N", help="width of the MLP; default %(default)s")
+    add("--steps", type=least(1), metavar="N", help="train that many steps")
+    add("--minutes", type=number, metavar="M", help="train that long instead; generation and evaluation not counted")
+    add("--batch", type=least(1), default=32, metavar="B", help="windows a step; default %(default)s")
+    add("--length", type=least(8), default=512, metavar="L", help="tokens of a window; default %(default)s")
+    add("--ttt", type=least(1), default=6, metavar="N", help="unrolled steps of the drafter; default %(default)s")
+    add("--lr", type=number, default=2e-3, metavar="R", help="peak learning rate; default %(default)s")
+    add("--self-generated", type=number, default=0.0, metavar="SHARE", help="of the windows; default %(default)s")
+    add("--windows", type=least(1), default=16384, metavar="N", help="self-generated windows; default %(default)s")
+    add("--seed", type=least(0), default=0, metavar="N", help="default %(default)s")
+    add("--device", metavar="cpu|cuda|cuda:N", help="default: CUDA where there is a GPU")
+    add("--resume", action="store_true", help="go on with the interrupted run in --out")
+    add("--save-every", type=number, default=60.0, metavar="S", help="seconds between saves; default %(default)s")
+    add("--log-every", type=number, default=5.0, metavar="S", help="seconds between lines; default %(default)s")
+    return p
+
+
+def parse(argv):
+    """Options as given. Raises Refused."""
+    o, unknown = parser().parse_known_args(argv)
+    if unknown:
+        raise Refused(f"{unknown[0]}: there is no such option; --help lists all")
+    if (o.steps is None) == (o.minutes is None):
+        raise Refused("--steps N and --minutes M: supported: exactly one of them")
+    for name, low, high in (("minutes", 0, math.inf), ("lr", 0, math.inf)):
+        if getattr(o, name) is not None and not low < getattr(o, name) < high:
+            raise Refused(f"--{name} {getattr(o, name)}: supported: a number above 0")
+    if not 0 <= o.self_generated <= 1:
+        raise Refused(f"--self-generated {o.self_generated}: supported: 0 to 1")
+    if o.length < 2 * o.ttt + 2 or o.self_generated and o.length < 3 * PAGE:
+        fewest = max(2 * o.ttt + 2, 3 * PAGE if o.self_generated else 0)
+        raise Refused(f"--length {o.length}: supported with these options: from {fewest}")
+    o.device = device_of(o.device)
+    if Path(o.out).is_file():
+        raise Refused(f"--out {o.out}: it is a file; supported: a directory")
+    return o
+
+
+def saved_state(o):
+    """The state of the interrupted run in --out, None without --resume. Raises Refused."""
+    path = Path(o.out) / "training.pt"
+    if not o.resume:
+        return None
+    if not path.is_file():
+        raise Refused(f"--resume: {path} does not exist; supported: without it, a new run")
+    try:
+        state = torch.load(path, map_location=o.device, weights_only=True)
+    except Exception as error:  # the reader raises a different type for each way of being broken
+        raise Refused(f"--resume: {path} cannot be read ({str(error).splitlines()[0]})") from None
+    for name, value in settings(o).items():
+        if state["settings"][name] != value:
+            option = f"--{name.replace('_', '-')}"
+            raise Refused(f"--resume: {option} is {value}, the interrupted run had {state['settings'][name]}")
+    return state
+
+
+def run(o, argv):
+    """Train, evaluate and save as `o`, the parsed options, says."""
+    began, state = time.monotonic(), saved_state(o)
+    opened = open_target(Options(target=o.target))
+    if o.length > opened.config.max_positions:
+        raise Refused(f"--length {o.length}: supported: up to the target's {opened.config.max_positions} positions")
+    raw, capture = describe(opened.config, opened.checkpoint.config, o.draft_vocab, o.intermediate, o.capture_layers)
+    config = Eagle3Config.read(raw, "the head")
+    stream, held = (s.to(o.device) for s in streams(o, opened.folder, opened.config.vocab))
+    end_ids = eos_ids(opened.checkpoint.config, opened.checkpoint.generation, opened.checkpoint.where)
+    target = load_target(opened, capture, o.length + PAGE, o.device)
+    say(f"capture layers: boundaries {list(capture.boundaries)} ({capture.why}); {len(stream)} tokens on {o.device}")
+
+    torch.manual_seed(o.seed)
+    windows = Windows(stream, end_ids, o.length, o.seed)
+    if state is None:
+        own = own_text(target, windows, o.windows, say) if o.self_generated else None
+        draft_ids, covered = vocabulary(stream, own, o, opened.config.vocab)
+        say(f"draft vocabulary: {o.draft_vocab} ids, {100 * covered:.2f} % of the text trained on")
+    else:
+        own, draft_ids = state["own"], state["draft_ids"]
+        say(f"resumed at step {state['step']}, {state['seconds']:.0f} s")
+    trainer = Trainer(Head(config, draft_ids, target, o.length).to(o.device), o, own)
+    if state is not None:
+        trainer.restore(state)
+
+    out = Path(o.out)
+    out.mkdir(parents=True, exist_ok=True)
+
+    def autocast():
+        on = o.device.type == "cuda"
+        return torch.autocast("cuda", torch.bfloat16) if on else contextlib.nullcontext()
+
+    def save():
+        part = out / "training.pt.part"
+        torch.save(trainer.state(), part)
+        part.replace(out / "training.pt")
+        trainer.head.save(raw, out)
+
+    trainer.run(Teacher(target, o.batch, o.length, o.device), windows, autocast, save, say)
+    trainer.head.rounded()
+    figures = evaluate(trainer.head, target, held, end_ids, o, autocast)
+    trainer.head.save(raw, out)
+    record = {
+        "command": " ".join(["python -m engine.train", *argv]),
+        "seed": o.seed,
+        "steps": trainer.step,
+        "seconds": round(trainer.seconds, 1),
+        "seconds_in_all": round(time.monotonic() - began, 1),
+        "hardware": torch.cuda.get_device_name(o.device) if o.device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "boundaries": list(capture.boundaries),
+        "parameters": sum(p.numel() for p in trainer.head.parameters()),
+        "train_tokens": trainer.step * o.batch * o.length,
+        "self_generated_windows": 0 if own is None else len(own),
+        **figures,
+        "loss_and_top1_by_step": trainer.curve,
+    }
+    (out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (out / "training.pt").unlink(missing_ok=True)
+    for name, figure in figures.items():
+        say(f"{name}: {figure}")
+    say(f"saved to {out}; the same run again: --steps {trainer.step} in place of --minutes")
+
+
+def vocabulary(stream, own, o, size):
+    """The draft vocabulary of the text trained on, and the share of that text it covers."""
+    counts = torch.bincount(stream, minlength=size).double() / len(stream)
+    if own is not None:
+        counts = (1 - o.self_generated) * counts
+        counts += o.self_generated * torch.bincount(own.flatten(), minlength=size).double() / own.numel()
+    ids = draft_vocabulary(counts, o.draft_vocab)
+    return ids, float(counts[ids].sum())
+
+
+def say(line):
+    """One line of progress."""
+    print(line, flush=True)
+
+
+def main(argv=None):
+    """The command line; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        o = parse(argv)
+        if o.device.type == "cuda":
+            torch.set_float32_matmul_precision("high")
+        run(o, argv)
+    except Refused as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (FloatingPointError, KeyboardInterrupt) as error:
+        print(f"error: {error or 'interrupted'}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
