@@ -276,7 +276,7 @@ def evaluate(folder: Path, device: str, new_tokens: int = 128) -> dict:
     """Greedy text for the held-out prompts from the saved files alone, and how much of it is not a loop."""
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    # On a GPU the library's own choice of expert kernel differs between versions and dtypes; its plain loop always runs.
+    # On a GPU the library's own choice of expert kernel differs between versions; its plain loop always runs.
     experts = {"experts_implementation": "eager"} if device == "cuda" else {}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **experts).to(device).eval()
     prompts = [json.loads(line)["prompt"] for line in (HERE / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
