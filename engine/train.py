@@ -10,86 +10,26 @@ import lzma
 import math
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from kernels import REFERENCE
 from weights.config import Eagle3Config, Refused, eos_ids
 
-from .batch import Batch
-from .cache import Cache
 from .loading import Options, Plan, device_of, open_target
 from .options import Parser, least, number
 from .text import Text
 from .tp import TP
-from .train_head import Head, describe, draft_vocabulary
+from .train_head import PAGE, Head, Teacher, chain_length, describe, draft_vocabulary, hits, losses
 
-PAGE = 64  # rows a page of the scratch cache
 ROWS = 2048  # sequences continued at once
-LOGITS = 1 << 28  # most logits of the target at once
 WARM_UP = 0.03  # share of the run in which the rate rises
 DECAY = 0.8  # weight of a step's loss against the step before it
 PROBES = 64  # held-out windows
-
-
-@dataclass(frozen=True)
-class Lesson:
-    """What the target says of windows: features [B, L, F], its distribution over the draft vocabulary [B, L, Vd]
-    (renormalised), its own next token [B, L]."""
-
-    tokens: torch.Tensor
-    features: torch.Tensor
-    wanted: torch.Tensor
-    best: torch.Tensor
-
-
-class Teacher:
-    """A target with a scratch cache for up to `rows` windows of `length` tokens."""
-
-    def __init__(self, target, rows, length, device):
-        self.target, columns = target, -(-length // PAGE)
-        self.cache = Cache({"target": target.cache_rows}, 1 + rows * columns, PAGE, torch.float32, device)
-        pages = torch.arange(1, 1 + rows * columns, dtype=torch.int32, device=device)
-        self.pages = pages.view(rows, columns)
-
-    def forward(self, tokens, start):
-        """tokens [B, T] that follow `start` tokens of each window -> hidden [B, T, D], features [B, T, F]."""
-        (b, t), columns = tokens.shape, -(-(start + tokens.shape[1]) // PAGE)
-        prefix = torch.full((b,), start, dtype=torch.int64, device=tokens.device)
-        hidden, features = self.target.forward(Batch.causal(tokens, prefix, self.pages[:b, :columns]), self.cache)
-        return hidden.view(b, t, -1), features.view(b, t, -1)
-
-    @torch.no_grad()
-    def lesson(self, tokens, draft_ids):
-        """tokens [B, L] -> Lesson."""
-        hidden, features = self.forward(tokens, 0)
-        wanted, best = [], []
-        vocabulary = self.target.head.vocabulary
-        for part in hidden.split(max(1, LOGITS // (vocabulary * tokens.shape[1]))):
-            rows = part.flatten(0, 1)
-            logits = rows.new_empty(len(rows), vocabulary, dtype=torch.float32)
-            best.append(self.target.head(rows, 1, logits)[1].view(part.shape[:2]))
-            wanted.append(logits[:, draft_ids].softmax(-1).view(*part.shape[:2], -1))
-        return Lesson(tokens, features, torch.cat(wanted), torch.cat(best))
-
-    @torch.no_grad()
-    def continued(self, prefixes, length):
-        """prefixes [B, P] -> [B, length]: each with the target's own greedy continuation."""
-        b, known = prefixes.shape
-        ids = prefixes.new_zeros(b, length)
-        ids[:, :known] = prefixes
-        at = 0
-        while at < length - 1:
-            end = min(at + PAGE, known) if at < known else at + 1
-            hidden, _ = self.forward(ids[:, at:end], at)
-            if end >= known:
-                ids[:, end] = self.target.head(hidden[:, -1])[1][:, 0]
-            at = end
-        return ids
+CONTINUED = 128  # tokens that the target adds to each of them
+FIXED = "target corpus heldout capture_layers draft_vocab intermediate batch length ttt seed lr self_generated".split()
 
 
 class Windows:
@@ -98,8 +38,7 @@ class Windows:
     def __init__(self, stream, end_ids, length, seed):
         self.stream, self.length, self.seed = stream, length, seed
         ends = torch.tensor(end_ids, dtype=stream.dtype, device=stream.device)
-        starts = torch.isin(stream[:-length], ends).nonzero()[:, 0] + 1
-        self.starts = starts if len(starts) else torch.zeros(1, dtype=torch.int64, device=stream.device)
+        self.starts = torch.isin(stream[:-length], ends).nonzero()[:, 0] + 1
 
     def _generator(self, number):
         """A draw depends on (seed, number) alone: resuming changes nothing."""
@@ -110,8 +49,9 @@ class Windows:
         draw = self._generator(number)
         device = self.stream.device
         at = torch.randint(len(self.stream) - length, (count,), generator=draw, device=device)
-        first = self.starts[torch.randint(len(self.starts), (count,), generator=draw, device=device)]
-        at[::2] = first[::2]
+        if len(self.starts):
+            first = torch.randint(len(self.starts), (count,), generator=draw, device=device)
+            at[::2] = self.starts[first[::2]]
         return self.stream[at[:, None] + torch.arange(length, device=device)].long()
 
     def mixed(self, step, count, own, share):
@@ -127,72 +67,34 @@ class Windows:
 
 def own_text(target, windows, count, say):
     """`count` windows [count, L] int32 that begin with corpus text and go on as the target does, greedily."""
-    length, pieces = windows.length, []
-    teacher = Teacher(target, min(count, ROWS), length, windows.stream.device)
-    prefixes = range(PAGE, max(PAGE, length - 2 * PAGE) + 1, PAGE)
-    began = time.monotonic()
-    for number in range(-(-count // ROWS)):
-        rows = min(ROWS, count - number * ROWS)
-        for i, part in enumerate(windows.corpus(rows, length, 1 << 40 | number).split(-(-rows // len(prefixes)))):
-            pieces.append(teacher.continued(part[:, : prefixes[i]], length).int())
-        say(f"self-generated {sum(map(len, pieces))} of {count} windows, {time.monotonic() - began:.0f} s")
+    length, pieces, began = windows.length, [], time.monotonic()
+    known = range(PAGE, max(PAGE, length - 2 * PAGE) + 1, PAGE)
+    rows = min(ROWS, -(-count // len(known)))
+    teacher = Teacher(target, rows, length, windows.stream.device)
+    for i, start in enumerate(range(0, count, rows)):
+        prefixes = windows.corpus(min(rows, count - start), known[i % len(known)], 1 << 40 | i)
+        pieces.append(teacher.continued(prefixes, length).int())
+        say(f"self-generated {start + len(prefixes)} of {count} windows, {time.monotonic() - began:.0f} s")
     return torch.cat(pieces)
 
 
-def losses(head, lesson, steps):
-    """Cross entropy of each step against the target's distribution over the draft vocabulary [steps], and its top-1
-    agreement with the target [steps]. Rows whose target token the draft vocabulary lacks carry no loss."""
-    rows, out, agree = lesson.tokens.shape[1] - steps, [], []
-    for j, hidden in enumerate(head.unroll(lesson.features, lesson.tokens, steps)):
-        logits = head.logits(hidden)
-        here = slice(j + 1, j + 1 + rows)
-        best, wanted = lesson.best[:, here], lesson.wanted[:, here]
-        known = head.t2d[best]
-        loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1), reduction="none")
-        out.append((loss * known.flatten()).sum() / known.sum().clamp(min=1))
-        agree.append((head.draft_ids[logits.detach().argmax(-1)] == best).float().mean())
-    return torch.stack(out), torch.stack(agree)
-
-
-@torch.no_grad()
-def hits(head, lesson, steps):
-    """[B, N, steps] bool: whether each step's best token is the target's own."""
-    rows, out = lesson.tokens.shape[1] - steps, []
-    for j, hidden in enumerate(head.unroll(lesson.features, lesson.tokens, steps)):
-        ids = head.draft_ids[head.logits(hidden).argmax(-1)]
-        out.append(ids == lesson.best[:, j + 1 : j + 1 + rows])
-    return torch.stack(out, -1)
-
-
-def chain_length(agree, steps):
-    """Mean tokens a cycle of a chain of `steps` would emit along greedy text; agree [B, N, >= steps] of `hits`."""
-    run = agree[..., :steps].long().cumprod(-1).sum(-1) + 1
-    emitted = cycles = 0
-    for row in run.tolist():
-        at = 0
-        while at < len(row):
-            emitted, cycles, at = emitted + row[at], cycles + 1, at + row[at]
-    return emitted / cycles
-
-
-def evaluate(head, target, stream, end_ids, o, autocast):
+def evaluate(head, target, stream, end_ids, o):
     """Agreement on held-out text, and on the target's own greedy continuations of it with the accept length that a
     chain would reach there."""
     windows = Windows(stream, end_ids, o.length, o.seed)
-    count = min(PROBES, max(1, len(stream) // o.length))
-    teacher = Teacher(target, min(count, o.batch), o.length, stream.device)
-    texts = windows.corpus(count, o.length, 0)
+    texts = windows.corpus(min(PROBES, max(1, len(stream) // o.length)), o.length, 0).split(o.batch)
+    teacher = Teacher(target, o.batch, o.length, stream.device)
     known = max(1, min(o.length // 2 // PAGE * PAGE, o.length - 2 * o.ttt))
-    greedy = [teacher.continued(part[:, :known], o.length) for part in texts.split(len(teacher.pages))]
-    with autocast():
-        plain = torch.cat(
-            [hits(head, teacher.lesson(part, head.draft_ids), o.ttt) for part in texts.split(len(teacher.pages))]
-        )
-        own = torch.cat([hits(head, teacher.lesson(part, head.draft_ids), o.ttt) for part in greedy])[:, known - 1 :]
+    length = min(o.length, known + CONTINUED + o.ttt)
+    own = [teacher.continued(part[:, :known], length) for part in texts]
+    plain, greedy = (
+        torch.cat([hits(head, teacher.lesson(part, head.draft_ids), o.ttt) for part in parts]) for parts in (texts, own)
+    )
+    greedy = greedy[:, known - 1 :]  # the first of these rows drafts right after the target's first own token
     return {
         "heldout_top1": [round(x, 4) for x in plain.float().mean((0, 1)).tolist()],
-        "greedy_top1": [round(x, 4) for x in own.float().mean((0, 1)).tolist()],
-        "greedy_accept_length": {f"{s}-1-{s + 1}": round(chain_length(own, s), 3) for s in range(1, o.ttt + 1)},
+        "greedy_top1": [round(x, 4) for x in greedy.float().mean((0, 1)).tolist()],
+        "greedy_accept_length": {f"{s}-1-{s + 1}": round(chain_length(greedy, s), 3) for s in range(1, o.ttt + 1)},
     }
 
 
@@ -313,9 +215,10 @@ class Trainer:
                 rate = (self.step - seen) / (time.monotonic() - printed)
                 self.seconds = schedule.seconds
                 self.curve.append([self.step, round(mean, 4), *(round(x, 4) for x in each[1])])
+                top = " ".join(f"{x:.3f}" for x in each[1])
                 say(
-                    f"step {self.step}  {self.seconds:.0f} s  {100 * progress:.1f} %  lr {schedule.rate(progress):.2e}  "
-                    f"loss {mean:.4f}  top-1 {' '.join(f'{x:.3f}' for x in each[1])}  {rate:.1f} steps/s"
+                    f"step {self.step}  {self.seconds:.0f} s  {100 * progress:.1f} %  "
+                    f"lr {schedule.rate(progress):.2e}  loss {mean:.4f}  top-1 {top}  {rate:.1f} steps/s"
                 )
                 printed, seen = time.monotonic(), self.step
                 total.zero_()
@@ -324,9 +227,6 @@ class Trainer:
                 save()
                 saved = time.monotonic()
         self.seconds = schedule.seconds
-
-
-FIXED = "target corpus heldout capture_layers draft_vocab intermediate batch length ttt seed lr self_generated".split()
 
 
 def settings(o):
@@ -441,7 +341,7 @@ def run(o, argv):
 
     trainer.run(Teacher(target, o.batch, o.length, o.device), windows, autocast, save, say)
     trainer.head.rounded()
-    figures = evaluate(trainer.head, target, held, end_ids, o, autocast)
+    figures = evaluate(trainer.head, target, held, end_ids, o)
     trainer.head.save(raw, out)
     record = {
         "command": " ".join(["python -m engine.train", *argv]),

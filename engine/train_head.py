@@ -1,10 +1,11 @@
 """An EAGLE-3 head in training form: the arithmetic of engine.drafters.eagle3 as a torch module, unrolled over the
-drafter's own steps, with the names and the config.json of a SpecForge checkpoint.
+drafter's own steps, with the names and the config.json of a SpecForge checkpoint; and the target as its teacher.
 
 Shapes: B sequences, L tokens of a window, N rows trained of it, H heads, G kv heads, R = H / G, Vd draft vocabulary.
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,7 +17,12 @@ from kernels import norm, rope
 from weights.capture import boundaries
 from weights.config import Eagle3Config, Refused
 
+from .batch import Batch
+from .cache import Cache
 from .layers import rope as rotary
+
+PAGE = 64  # rows a page of the scratch cache
+LOGITS = 1 << 28  # most logits of the target at once
 
 
 def linear(out_features, in_features):
@@ -148,8 +154,9 @@ class Head(nn.Module):
         return out
 
     def logits(self, hidden):
-        """[B, N, h] -> [B, N, Vd] fp32."""
-        return self.lm_head(self.norm(hidden)).float()
+        """[B, N, h] -> [B, N, Vd], fp32 under autocast too: bfloat16 logits tie where these do not."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.lm_head(self.norm(hidden))
 
     def rounded(self):
         """Round every weight to bfloat16, as `save` stores it."""
@@ -219,3 +226,95 @@ def draft_vocabulary(counts, size):
     """The `size` most frequent ids (equal counts: lowest id) of counts [V], ascending: [size] int64."""
     order = torch.sort(counts, descending=True, stable=True).indices
     return order[:size].sort().values
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What the target says of windows: features [B, L, F], its distribution over the draft vocabulary [B, L, Vd]
+    (renormalised), its own next token [B, L]."""
+
+    tokens: torch.Tensor
+    features: torch.Tensor
+    wanted: torch.Tensor
+    best: torch.Tensor
+
+
+class Teacher:
+    """A target with a scratch cache for up to `rows` windows of `length` tokens."""
+
+    def __init__(self, target, rows, length, device):
+        self.target, columns = target, -(-length // PAGE)
+        self.cache = Cache({"target": target.cache_rows}, 1 + rows * columns, PAGE, torch.float32, device)
+        pages = torch.arange(1, 1 + rows * columns, dtype=torch.int32, device=device)
+        self.pages = pages.view(rows, columns)
+
+    def forward(self, tokens, start):
+        """tokens [B, T] that follow `start` tokens of each window -> hidden [B, T, D], features [B, T, F]."""
+        (b, t), columns = tokens.shape, -(-(start + tokens.shape[1]) // PAGE)
+        prefix = torch.full((b,), start, dtype=torch.int64, device=tokens.device)
+        hidden, features = self.target.forward(Batch.causal(tokens, prefix, self.pages[:b, :columns]), self.cache)
+        return hidden.view(b, t, -1), features.view(b, t, -1)
+
+    @torch.no_grad()
+    def lesson(self, tokens, draft_ids):
+        """tokens [B, L] -> Lesson."""
+        hidden, features = self.forward(tokens, 0)
+        wanted, best = [], []
+        vocabulary = self.target.head.vocabulary
+        for part in hidden.split(max(1, LOGITS // (vocabulary * tokens.shape[1]))):
+            rows = part.flatten(0, 1)
+            logits = rows.new_empty(len(rows), vocabulary, dtype=torch.float32)
+            best.append(self.target.head(rows, 1, logits)[1].view(part.shape[:2]))
+            wanted.append(logits[:, draft_ids].softmax(-1).view(*part.shape[:2], -1))
+        return Lesson(tokens, features, torch.cat(wanted), torch.cat(best))
+
+    @torch.no_grad()
+    def continued(self, prefixes, length):
+        """prefixes [B, P] -> [B, length]: each with the target's own greedy continuation."""
+        b, known = prefixes.shape
+        ids = prefixes.new_zeros(b, length)
+        ids[:, :known] = prefixes
+        at = 0
+        while at < length - 1:
+            end = min(at + PAGE, known) if at < known else at + 1
+            hidden, _ = self.forward(ids[:, at:end], at)
+            if end >= known:
+                ids[:, end] = self.target.head(hidden[:, -1])[1][:, 0]
+            at = end
+        return ids
+
+
+def losses(head, lesson, steps):
+    """Cross entropy of each step against the target's distribution over the draft vocabulary [steps], and its top-1
+    agreement with the target [steps]. Rows whose target token the draft vocabulary lacks carry no loss."""
+    rows, out, agree = lesson.tokens.shape[1] - steps, [], []
+    for j, hidden in enumerate(head.unroll(lesson.features, lesson.tokens, steps)):
+        logits = head.logits(hidden)
+        here = slice(j + 1, j + 1 + rows)
+        best, wanted = lesson.best[:, here], lesson.wanted[:, here]
+        known = head.t2d[best]
+        loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1), reduction="none")
+        out.append((loss * known.flatten()).sum() / known.sum().clamp(min=1))
+        agree.append((head.draft_ids[logits.detach().argmax(-1)] == best).float().mean())
+    return torch.stack(out), torch.stack(agree)
+
+
+@torch.no_grad()
+def hits(head, lesson, steps):
+    """[B, N, steps] bool: whether each step's best token is the target's own."""
+    rows, out = lesson.tokens.shape[1] - steps, []
+    for j, hidden in enumerate(head.unroll(lesson.features, lesson.tokens, steps)):
+        ids = head.draft_ids[head.logits(hidden).argmax(-1)]
+        out.append(ids == lesson.best[:, j + 1 : j + 1 + rows])
+    return torch.stack(out, -1)
+
+
+def chain_length(agree, steps):
+    """Mean tokens a cycle of a chain of `steps` would emit along greedy text; agree [B, N, >= steps] of `hits`."""
+    run = agree[..., :steps].long().cumprod(-1).sum(-1) + 1
+    emitted = cycles = 0
+    for row in run.tolist():
+        at = 0
+        while at < len(row):
+            emitted, cycles, at = emitted + row[at], cycles + 1, at + row[at]
+    return emitted / cycles

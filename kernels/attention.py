@@ -5,9 +5,14 @@ bitset row i of the pass sees prefix + 0 .. prefix + i. The i-th set bit of a qu
 so the query's own position is prefix + popcount - 1.
 """
 
+from dataclasses import dataclass
+
 import torch
+import triton
+import triton.language as tl
 
 from .cache_write import slots
+from .tile import up
 
 
 def causal_bits(t, device):
@@ -68,3 +73,277 @@ def reference(q, k_plane, v_plane, pages, prefix, tree, page_size, scale, window
     # rows that nobody sees may hold noise or NaN, and 0 * NaN is NaN
     v = v.masked_fill(~seen.any(1)[:, :, None, None], 0)
     return torch.einsum("bgrtl,blgd->btgrd", weights, v).reshape(b * t, -1).to(q.dtype)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Law 1's constants of attention, by dtype: they may not follow the batch, the rows or the sequence's length.
+
+    split: keys a whole split has; lanes: programs that splits are dealt to in turn; warps, stages: of a program.
+    """
+
+    split: int
+    lanes: int
+    warps: int
+    stages: int
+
+
+SIZES = {
+    torch.bfloat16: Sizes(split=64, lanes=32, warps=4, stages=3),
+    torch.float16: Sizes(split=64, lanes=32, warps=4, stages=3),
+    torch.float32: Sizes(split=16, lanes=32, warps=4, stages=1),
+}
+DEEPEST = tl.constexpr(63)  # a tree of 64 nodes is no deeper: keys this far before a query are committed
+
+
+@triton.jit
+def _last(prefix, tree_ptr, at, inside, row, TREE: tl.constexpr):
+    """Positions of the queries `at` (any shape): prefix + popcount(bits) - 1, or prefix + row without bitsets."""
+    if not TREE:
+        return prefix + row
+    x = tl.load(tree_ptr + at, mask=inside, other=1)
+    x = x - ((x >> 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+    x = x + (x >> 8)
+    x = x + (x >> 16)
+    x = x + (x >> 32)
+    return prefix + (x & 127).to(tl.int32) - 1
+
+
+@triton.jit
+def _stretch(last, SPLIT: tl.constexpr):
+    """E: where the recent stretch of a query at position `last` begins, a multiple of SPLIT at least 63 keys before."""
+    return tl.where(last > DEEPEST, (last - DEEPEST) // SPLIT * SPLIT, 0)
+
+
+@triton.jit
+def _slot(pages_ptr, row, inside, PAGE: tl.constexpr):
+    """Slots (int64) of logical rows; pages_ptr: the sequence's row of the table. Rows outside are slot 0."""
+    page = tl.load(pages_ptr + row // PAGE, mask=inside, other=0).to(tl.int64)
+    return page * PAGE + tl.where(inside, row % PAGE, 0)
+
+
+@triton.jit
+def _fold(q, k_ptr, v_ptr, slot, inside, seen, scale, top, norm, total, head, groups, DK, DV,
+          BK: tl.constexpr, BV: tl.constexpr):  # fmt: skip
+    """One step of the online softmax (base 2): rows that see none of these keys keep their state to the bit.
+
+    q [M, BK]; slot, inside [N]; seen [M, N]; top, norm [M] running maximum and sum; total [M, BV].
+    """
+    lane_k, lane_v = tl.arange(0, BK), tl.arange(0, BV)
+    low = (slot * groups + head)[:, None]
+    # keys nobody sees are not read: they may hold noise or NaN, and 0 * NaN is NaN
+    k = tl.load(k_ptr + low * DK + lane_k[None, :], mask=inside[:, None] & (lane_k < DK)[None, :], other=0.0)
+    v = tl.load(v_ptr + low * DV + lane_v[None, :], mask=inside[:, None] & (lane_v < DV)[None, :], other=0.0)
+    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    score = tl.where(seen, score, float("-inf"))
+    high = tl.maximum(top, tl.max(score, 1))
+    base = tl.where(high == float("-inf"), 0.0, high)
+    weight, keep = tl.math.exp2(score - base[:, None]), tl.math.exp2(top - base)
+    any_seen = tl.max(seen.to(tl.int32), 1) > 0
+    added = tl.dot(weight.to(v.dtype), v, total * keep[:, None], input_precision="ieee")
+    norm = tl.where(any_seen, norm * keep + tl.sum(weight, 1), norm)
+    return tl.where(any_seen, high, top), norm, tl.where(any_seen[:, None], added, total)
+
+
+@triton.jit
+def _keep(total_ptr, stat_ptr, part, wanted, top, norm, total, DV: tl.constexpr, BV: tl.constexpr):
+    """Write the partials `part` [M] where wanted."""
+    lane_v = tl.arange(0, BV)
+    tl.store(total_ptr + part[:, None] * DV + lane_v[None, :], total, mask=wanted[:, None] & (lane_v < DV)[None, :])
+    tl.store(stat_ptr + part * 2, top, mask=wanted)
+    tl.store(stat_ptr + part * 2 + 1, norm, mask=wanted)
+
+
+@triton.jit
+def _splits(
+    q_ptr, k_ptr, v_ptr, pages_ptr, prefix, tree_ptr, total_ptr, stat_ptr, line0, first, lane, t, rows, head, groups,
+    scale, window, PAGE: tl.constexpr, R: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, TREE: tl.constexpr,
+    WINDOW: tl.constexpr, SPLIT: tl.constexpr, LANES: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Whole splits lane, lane + LANES, … for BT queries times R heads: rows m = (query, head)."""
+    m, lane_k = tl.arange(0, BT * BR), tl.arange(0, BK)
+    row, own = first + m // BR, m % BR
+    live = (row < t) & (own < R)
+    line = line0 + row
+    at = line * (groups * R) + head * R + own
+    last = _last(prefix, tree_ptr, line, row < t, row, TREE)
+    edge = tl.where(live, _stretch(last, SPLIT), 0)
+    end, begin = tl.max(edge, 0), prefix * 0
+    if WINDOW:
+        begin = tl.maximum(tl.min(tl.where(live, last, 1 << 30), 0) - window + 1, 0) // SPLIT
+    begin += (lane - begin % LANES + LANES) % LANES  # lanes are absolute: split s belongs to lane s % LANES
+    if lane * SPLIT < end:
+        q = tl.load(q_ptr + at[:, None] * DK + lane_k[None, :], mask=live[:, None] & (lane_k < DK)[None, :], other=0.0)
+        top = tl.full([BT * BR], float("-inf"), tl.float32)
+        norm, total = tl.zeros([BT * BR], tl.float32), tl.zeros([BT * BR, BV], tl.float32)
+        for s in tl.range(begin, end // SPLIT, LANES, num_stages=STAGES):
+            key = s * SPLIT + tl.arange(0, SPLIT)
+            inside = key < rows
+            seen = live[:, None] & (key[None, :] < edge[:, None])
+            if WINDOW:
+                seen = seen & (key[None, :] > last[:, None] - window)
+            slot = _slot(pages_ptr, key, inside, PAGE)
+            top, norm, total = _fold(
+                q, k_ptr, v_ptr, slot, inside, seen, scale, top, norm, total, head, groups, DK, DV, BK, BV
+            )
+        wanted = live & (lane * SPLIT < edge)
+        _keep(total_ptr, stat_ptr, at * (LANES + 1) + lane, wanted, top, norm, total, DV, BV)
+
+
+@triton.jit
+def _recent(
+    q_ptr, k_ptr, v_ptr, pages_ptr, prefix, tree_ptr, total_ptr, stat_ptr, line, row, rows, head, groups,
+    scale, window, PAGE: tl.constexpr, R: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, TREE: tl.constexpr,
+    WINDOW: tl.constexpr, SPLIT: tl.constexpr, LANES: tl.constexpr, RECENT: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """The recent stretch of one query's R heads, gathered in position order."""
+    own, lane_k, bit = tl.arange(0, RECENT), tl.arange(0, BK), tl.arange(0, 64)
+    at, live = line * (groups * R) + head * R + own, own < R
+    last = _last(prefix, tree_ptr, line, True, row, TREE)
+    if TREE:
+        member = ((tl.load(tree_ptr + line) >> bit.to(tl.int64)) & 1) == 1
+        rank = tl.cumsum(member.to(tl.int32), 0) - 1
+    q = tl.load(q_ptr + at[:, None] * DK + lane_k[None, :], mask=live[:, None] & (lane_k < DK)[None, :], other=0.0)
+    top = tl.full([RECENT], float("-inf"), tl.float32)
+    norm, total = tl.zeros([RECENT], tl.float32), tl.zeros([RECENT, BV], tl.float32)
+    for start in range(_stretch(last, SPLIT), last + 1, SPLIT):
+        position = start + tl.arange(0, SPLIT)
+        key = position
+        if TREE:  # the i-th key past the prefix is the row of the i-th set bit
+            past = (position - prefix)[:, None]
+            node = tl.sum(tl.where((rank[None, :] == past) & member[None, :], bit[None, :], 0), 1)
+            key = tl.where(position < prefix, position, prefix + node)
+        inside = (position <= last) & (key < rows)
+        seen = live[:, None] & inside[None, :]
+        if WINDOW:
+            seen = seen & (position > last - window)[None, :]
+        slot = _slot(pages_ptr, key, inside, PAGE)
+        top, norm, total = _fold(
+            q, k_ptr, v_ptr, slot, inside, seen, scale, top, norm, total, head, groups, DK, DV, BK, BV
+        )
+    _keep(total_ptr, stat_ptr, at * (LANES + 1) + LANES, live, top, norm, total, DV, BV)
+
+
+@triton.jit(do_not_specialize=["t", "columns"])
+def _partials(
+    q_ptr, k_ptr, v_ptr, pages_ptr, prefix_ptr, tree_ptr, total_ptr, stat_ptr, t, columns, groups, scale, window,
+    PAGE: tl.constexpr, R: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr, LANES: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, RECENT: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program (x, g, s): x < LANES folds the splits of lane x for tile s of BT queries and their heads of group g,
+    x = LANES + i the recent stretch of the tile's query i. Each writes one partial."""
+    lane, head, tiles = tl.program_id(0), tl.program_id(1), tl.cdiv(t, BT)
+    b, first = tl.program_id(2) // tiles, tl.program_id(2) % tiles * BT
+    prefix = tl.load(prefix_ptr + b).to(tl.int32)  # positions fit 32 bits, slots and elements need 64
+    pages_ptr += b.to(tl.int64) * columns
+    line0 = b.to(tl.int64) * t
+    if lane < LANES:
+        _splits(
+            q_ptr, k_ptr, v_ptr, pages_ptr, prefix, tree_ptr, total_ptr, stat_ptr, line0, first, lane, t,
+            columns * PAGE, head, groups, scale, window,
+            PAGE, R, DK, DV, TREE, WINDOW, SPLIT, LANES, BT, BR, BK, BV, STAGES,
+        )  # fmt: skip
+    else:
+        row = first + lane - LANES
+        if row < t:
+            _recent(
+                q_ptr, k_ptr, v_ptr, pages_ptr, prefix, tree_ptr, total_ptr, stat_ptr, line0 + row, row,
+                columns * PAGE, head, groups, scale, window,
+                PAGE, R, DK, DV, TREE, WINDOW, SPLIT, LANES, RECENT, BK, BV,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["t"])
+def _merge(
+    total_ptr, stat_ptr, prefix_ptr, tree_ptr, sinks_ptr, y_ptr, t, heads, DV: tl.constexpr,
+    TREE: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, LANES: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """Program (row, head): the lanes' partials by one fixed tree, the recent stretch last, a sink in the sum."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    last = _last(tl.load(prefix_ptr + row // t).to(tl.int32), tree_ptr, row, True, row % t, TREE)
+    edge = _stretch(last, SPLIT)
+    lane, lane_v = tl.arange(0, LANES), tl.arange(0, BV)
+    part = (row.to(tl.int64) * heads + head) * (LANES + 1)
+    used, wide = lane * SPLIT < edge, lane_v < DV
+    tops = tl.load(stat_ptr + (part + lane) * 2, mask=used, other=float("-inf"))
+    used = used & (tops != float("-inf"))  # a window may leave a lane without a key
+    norms = tl.load(stat_ptr + (part + lane) * 2 + 1, mask=used, other=0.0)
+    totals = tl.load(
+        total_ptr + (part + lane)[:, None] * DV + lane_v[None, :], mask=used[:, None] & wide[None, :], other=0.0
+    )
+    recent_top, recent_norm = tl.load(stat_ptr + (part + LANES) * 2), tl.load(stat_ptr + (part + LANES) * 2 + 1)
+    recent = tl.load(total_ptr + (part + LANES) * DV + lane_v, mask=wide, other=0.0)
+    high = tl.maximum(tl.max(tops, 0), recent_top)
+    if SINKS:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        high = tl.maximum(high, sink)
+    high = tl.where(high == float("-inf"), 0.0, high)
+    weight, recent_weight = tl.math.exp2(tops - high), tl.math.exp2(recent_top - high)
+    norm = tl.sum(norms * weight, 0) + recent_norm * recent_weight
+    total = tl.sum(totals * weight[:, None], 0) + recent * recent_weight
+    if SINKS:
+        norm += tl.math.exp2(sink - high)
+    y = total / norm
+    tl.store(y_ptr + (row.to(tl.int64) * heads + head) * DV + lane_v, y.to(y_ptr.dtype.element_ty), mask=wide)
+
+
+def _constants(dtype, heads, groups, width_k, width_v, page_size, tree, window):
+    """Compile-time arguments of `_partials`, launch options."""
+    sizes, ratio = SIZES[dtype], heads // groups
+    padded = up(ratio)
+    constants = {
+        "PAGE": page_size, "R": ratio, "DK": width_k, "DV": width_v, "TREE": tree, "WINDOW": window,
+        "SPLIT": sizes.split, "LANES": sizes.lanes, "BT": max(1, 16 // padded), "BR": padded,
+        "RECENT": max(16, padded), "BK": max(16, up(width_k)), "BV": max(16, up(width_v)), "STAGES": sizes.stages,
+    }  # fmt: skip
+    return constants, {"num_warps": sizes.warps, "num_stages": sizes.stages}
+
+
+def fused(q, k_plane, v_plane, pages, prefix, tree, page_size, scale, window=None, sinks=None):
+    """The twin of `reference`: whole splits of keys shared by the queries of a tile, the recent stretch by itself.
+
+    A query at position p sees [0, E(p)) in splits and [E(p), p] gathered in position order: committed rows, then path
+    nodes. All of that follows from p alone, so a row's bits do not depend on what rides along (design.md, law 1).
+    """
+    (rows, heads, width_k), (groups, width_v), b = q.shape, v_plane.shape[1:], pages.shape[0]
+    t = rows // b
+    constants, options = _constants(
+        q.dtype, heads, groups, width_k, width_v, page_size, tree is not None, window is not None
+    )
+    lanes, tile = constants["LANES"], constants["BT"]
+    totals = torch.empty(rows, heads, lanes + 1, width_v, dtype=torch.float32, device=q.device)
+    stats = torch.empty(rows, heads, lanes + 1, 2, dtype=torch.float32, device=q.device)
+    y = q.new_empty(rows, heads * width_v)
+    tree = None if tree is None else tree.contiguous()
+    _partials[(lanes + tile, groups, b * triton.cdiv(t, tile))](
+        q.contiguous(), k_plane, v_plane, pages, prefix, tree, totals, stats, t, pages.shape[1], groups,
+        scale * 1.4426950408889634, window or 0, **constants, **options,
+    )  # fmt: skip
+    _merge[(rows, heads)](
+        totals, stats, prefix, tree, sinks, y, t, heads, width_v, tree is not None, sinks is not None,
+        constants["SPLIT"], lanes, constants["BV"], num_warps=4,
+    )  # fmt: skip
+    return y
+
+
+def specimens():
+    """Compile specimens: Qwen3-30B-A3B and the demo pair, decode trees and causal passes, windows and sinks."""
+    cases = []
+    for dtype, name in ((torch.bfloat16, "*bf16"), (torch.float16, "*fp16"), (torch.float32, "*fp32")):
+        for heads, groups, width in ((32, 4, 128), (4, 2, 64), (6, 2, 80)):
+            for tree, window in ((True, False), (False, True)):
+                constants, options = _constants(dtype, heads, groups, width, width, 16, tree, window)
+                types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), name) | {"total_ptr": "*fp32", "stat_ptr": "*fp32"}
+                types |= {"pages_ptr": "*i32", "prefix_ptr": "*i64", "tree_ptr": "*i64", "scale": "fp32"}
+                types |= dict.fromkeys(("t", "columns", "groups", "window"), "i32")
+                cases.append((_partials, types, constants, options))
+                types = {"total_ptr": "*fp32", "stat_ptr": "*fp32", "prefix_ptr": "*i64", "tree_ptr": "*i64"}
+                types |= {"sinks_ptr": name, "y_ptr": name, "t": "i32", "heads": "i32"}
+                merge = {n: constants[n] for n in ("DV", "TREE", "SPLIT", "LANES", "BV")} | {"SINKS": window}
+                cases.append((_merge, types, merge, {"num_warps": 4}))
+    return cases

@@ -41,10 +41,10 @@ def _project(
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-def project(x, norm_weight, eps, weight, bias=None, residual=None):
-    """Launch: (norm and) projection of rows [N, I] -> [N, O]."""
+def project(x, norm_weight, eps, weight, bias=None, residual=None, dtype=None):
+    """Launch: (norm and) projection of rows [N, I] -> [N, O] in `dtype` (None: that of x)."""
     (rows, columns), outputs, x = x.shape, weight.shape[0], x.contiguous()
-    y, tile = x.new_empty(rows, outputs), tile_of(x.dtype, columns)
+    y, tile = x.new_empty(rows, outputs, dtype=dtype), tile_of(x.dtype, columns)
     given = [norm_weight is not None, bias is not None, residual is not None]
     _project[(triton.cdiv(outputs, tile.outputs), groups(rows))](
         x, norm_weight, eps, weight, bias, None if residual is None else residual.contiguous(), y,
@@ -70,4 +70,8 @@ def specimens():
                 types |= dict.fromkeys(("rows", "outputs", "columns"), "i32")
                 given = {"NORM": norm, "BIAS": bias, "RESIDUAL": residual}
                 cases.append((_project, types, given | tile.constants, tile.options))
-    return cases
+    tile = tile_of(torch.bfloat16, 2048)  # a router's logits
+    types = dict.fromkeys(("x_ptr", "w_ptr", "norm_ptr", "bias_ptr", "residual_ptr"), "*bf16") | {"y_ptr": "*fp32"}
+    types |= {"eps": "fp32"} | dict.fromkeys(("rows", "outputs", "columns"), "i32")
+    given = {"NORM": False, "BIAS": False, "RESIDUAL": False}
+    return [*cases, (_project, types, given | tile.constants, tile.options)]

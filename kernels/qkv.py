@@ -1,6 +1,10 @@
 """Norm, QKV projection, q/k norm, RoPE and cache write: everything of a GQA layer that precedes attention."""
 
+import triton
+import triton.language as tl
+
 from . import cache_write, linear, norm, rope
+from .tile import up
 
 
 def reference(
@@ -30,3 +34,83 @@ def reference(
     cache_write.reference(k_plane, rope.reference(k, cos_sin, at), index, pages, page_size)
     cache_write.reference(v_plane, v, index, pages, page_size)
     return rope.reference(q, cos_sin, at)
+
+
+@triton.jit
+def _normed(x, norm_ptr, lane, inside, scale, DTYPE: tl.constexpr):
+    """x * scale * norm, rounded once to the rows' dtype, then fp32 again."""
+    return (x * scale * tl.load(norm_ptr + lane, mask=inside, other=0.0).to(tl.float32)).to(DTYPE).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["t", "columns"])
+def _place(
+    y_ptr, q_norm_ptr, k_norm_ptr, eps, cos_sin_ptr, position_ptr, index_ptr, pages_ptr, q_ptr, k_ptr, v_ptr,
+    t, columns, heads, groups, NORM: tl.constexpr, PAGE: tl.constexpr, DH: tl.constexpr, TURNED: tl.constexpr,
+    BD: tl.constexpr,
+):  # fmt: skip
+    """Program (n, h): head h of row n's projections (queries, then keys, then values): q/k norm, RoPE, store."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    lane = tl.arange(0, BD)
+    inside = lane < DH
+    half: tl.constexpr = TURNED // 2
+    source = y_ptr + (row.to(tl.int64) * (heads + 2 * groups) + head) * DH
+    own = tl.load(source + lane, mask=inside, other=0.0)
+    if head < heads + groups:
+        partner = tl.where(lane < half, lane + half, tl.where(lane < TURNED, lane - half, lane))
+        x = own.to(tl.float32)
+        other = tl.load(source + partner, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            gain_ptr = q_norm_ptr if head < heads else k_norm_ptr
+            scale = tl.math.rsqrt(tl.sum(x * x, 0) / DH + eps)
+            x = _normed(x, gain_ptr, lane, inside, scale, own.dtype)
+            other = _normed(other, gain_ptr, partner, inside, scale, own.dtype)
+        angle, turned = lane % half, lane < TURNED
+        table = cos_sin_ptr + tl.load(position_ptr + row) * TURNED + angle
+        cos, sin = tl.load(table, mask=turned, other=1.0), tl.load(table + half, mask=turned, other=0.0)
+        own = tl.where(turned, x * cos + tl.where(lane < half, -other, other) * sin, x).to(own.dtype)
+    if head < heads:
+        tl.store(q_ptr + (row.to(tl.int64) * heads + head) * DH + lane, own, mask=inside)
+    else:
+        index = tl.load(index_ptr + row)
+        written = (index >= 0) & (index < columns.to(tl.int64) * PAGE)
+        page = tl.load(pages_ptr + (row // t).to(tl.int64) * columns + index // PAGE, mask=written, other=0)
+        slot = tl.where(written, page.to(tl.int64) * PAGE + index % PAGE, 0)
+        if head < heads + groups:
+            tl.store(k_ptr + (slot * groups + head - heads) * DH + lane, own.to(k_ptr.dtype.element_ty), mask=inside)
+        else:
+            at = (slot * groups + head - heads - groups) * DH + lane
+            tl.store(v_ptr + at, own.to(v_ptr.dtype.element_ty), mask=inside)
+
+
+def fused(
+    x, norm_weight, eps, weight, bias, q_norm, k_norm, cos_sin, positions, index, pages, page_size, k_plane, v_plane
+):
+    """The twin of `reference`: norm and projection in one launch; head norms, RoPE and cache write in another."""
+    y = linear.project(x, norm_weight, eps, weight, bias)
+    return place(y, eps, q_norm, k_norm, cos_sin, positions, index, pages, page_size, k_plane, v_plane)
+
+
+def place(y, eps, q_norm, k_norm, cos_sin, positions, index, pages, page_size, k_plane, v_plane):
+    """Projected rows y [N, (H + 2G)*Dh] -> q [N, H, Dh]; keys and values go to the cache."""
+    (groups, width), rows = k_plane.shape[1:], y.shape[0]
+    heads = y.shape[1] // width - 2 * groups
+    q = y.new_empty(rows, heads, width)
+    _place[(rows, heads + 2 * groups)](
+        y, q_norm, k_norm, eps, cos_sin, positions.contiguous(), index.contiguous(), pages, q, k_plane, v_plane,
+        positions.shape[1], pages.shape[1], heads, groups, NORM=q_norm is not None, PAGE=page_size, DH=width,
+        TURNED=cos_sin.shape[1], BD=max(32, up(width)), num_warps=1,
+    )  # fmt: skip
+    return q
+
+
+def specimens():
+    """Compile specimens; the projection's are kernels.linear's."""
+    cases = []
+    for name in ("*bf16", "*fp16", "*fp32"):
+        for width, turned, normed in ((128, 128, True), (64, 64, False), (80, 40, True)):
+            types = dict.fromkeys(("y_ptr", "q_norm_ptr", "k_norm_ptr", "q_ptr", "k_ptr", "v_ptr"), name)
+            types |= {"eps": "fp32", "cos_sin_ptr": "*fp32", "position_ptr": "*i64", "index_ptr": "*i64"}
+            types |= {"pages_ptr": "*i32"} | dict.fromkeys(("t", "columns", "heads", "groups"), "i32")
+            constants = {"NORM": normed, "PAGE": 16, "DH": width, "TURNED": turned, "BD": up(width)}
+            cases.append((_place, types, constants, {"num_warps": 1}))
+    return cases

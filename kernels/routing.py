@@ -2,8 +2,13 @@
 
 from dataclasses import dataclass
 
-from . import norm
+import torch
+import triton
+import triton.language as tl
+
+from . import linear, norm
 from .select import largest
+from .tile import SMALLEST, index_of, ordered, up
 
 
 @dataclass(frozen=True)
@@ -30,3 +35,50 @@ def reference(x, norm_weight, eps, gate, rule):
     if rule.renormalise:
         weights = weights / weights.sum(-1, keepdim=True)
     return normed, ids, weights
+
+
+@triton.jit
+def _best(
+    logits_ptr, ids_ptr, weights_ptr, experts, top_k, RENORMALISE: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr
+):
+    """Program n: softmax over all experts of row n, its best top_k by (weight, lowest id)."""
+    row, lane, choice = tl.program_id(0).to(tl.int64), tl.arange(0, BE), tl.arange(0, BK)
+    inside = lane < experts
+    logits = tl.load(logits_ptr + row * experts + lane, mask=inside, other=float("-inf"))
+    raised = tl.exp(logits - tl.max(logits, 0))
+    share = raised / tl.sum(raised, 0)
+    # a row of NaN still chooses experts that exist
+    keys = tl.where(inside, ordered(tl.where(share == share, share, -1.0), lane), SMALLEST)
+    ids, weights = tl.zeros([BK], tl.int64), tl.zeros([BK], tl.float32)
+    for j in range(top_k):
+        key = tl.max(keys, 0)
+        chosen = index_of(key)
+        ids = tl.where(choice == j, chosen, ids)
+        weights = tl.where(choice == j, tl.sum(tl.where(lane == chosen, share, 0.0), 0), weights)
+        keys = tl.where(keys == key, SMALLEST, keys)
+    if RENORMALISE:
+        weights = weights / tl.sum(weights, 0)
+    tl.store(ids_ptr + row * top_k + choice, ids, mask=choice < top_k)
+    tl.store(weights_ptr + row * top_k + choice, weights, mask=choice < top_k)
+
+
+def fused(x, norm_weight, eps, gate, rule):
+    """The twin of `reference`: norm; projection to fp32 logits; softmax and choice."""
+    normed = norm.fused(x, norm_weight, eps)
+    logits = linear.project(normed, None, 0.0, gate, dtype=torch.float32)
+    (rows, experts), k = logits.shape, rule.top_k
+    ids = torch.empty(rows, k, dtype=torch.int64, device=x.device)
+    weights = torch.empty(rows, k, dtype=torch.float32, device=x.device)
+    _best[(rows,)](
+        logits, ids, weights, experts, k, RENORMALISE=rule.renormalise, BE=max(32, up(experts)), BK=up(k), num_warps=1
+    )
+    return normed, ids, weights
+
+
+def specimens():
+    """Compile specimens; norm and projection have their own."""
+    types = {"logits_ptr": "*fp32", "ids_ptr": "*i64", "weights_ptr": "*fp32", "experts": "i32", "top_k": "i32"}
+    return [
+        (_best, types, {"RENORMALISE": renormalise, "BE": experts, "BK": 8}, {"num_warps": 1})
+        for experts, renormalise in ((128, True), (16, False))
+    ]

@@ -49,7 +49,7 @@ def tile_of(dtype, columns, outputs=16):
     depth = 32 if dtype == torch.float32 else 64
     fits = [s for s in (8, 4) if columns % (s * depth) == 0]
     split = fits[0] if fits else min(8, triton.next_power_of_2(max(1, -(-columns // depth))))
-    return Tile(outputs, split, depth, 2 if dtype == torch.float32 else 4)
+    return Tile(outputs, split, depth, 2 if dtype == torch.float32 else (4 if outputs <= 16 else 3))
 
 
 def groups(rows):

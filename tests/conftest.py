@@ -1,4 +1,4 @@
-"""What every test shares: `gpu` needs a CUDA device, `interpreter` a run of its own; torch keeps to two threads."""
+"""What every test shares: `gpu` needs a CUDA device, `interpreter` a run of its own; torch keeps to one thread."""
 
 import os
 
@@ -21,8 +21,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def two_threads():
-    torch.set_num_threads(min(2, torch.get_num_threads()))
+def one_thread():
+    torch.set_num_threads(1)  # toys are so small that a second thread mostly waits
 
 
 @pytest.fixture(scope="session")

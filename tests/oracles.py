@@ -4,12 +4,15 @@
 be captured. `Forced` lets a real drafter work and puts a Replay's tree in place of its own.
 """
 
+import contextlib
+import importlib.metadata
 import json
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from safetensors.torch import load_file
+from torch.testing import assert_close
 
 LAYOUTS = 8  # trees of one shape that differ in where the right branch lies
 
@@ -101,11 +104,21 @@ class Replay:
         tree.parents.copy_(parents[variant])
 
 
+@dataclass
+class Round:
+    """What a real drafter did: committed rows [B], its tree [B, T], and for each step (logits [B, Q, Vd], tokens [B, K],
+    source [B, K]): what the head said of each beam, and the next beam with the beam that each entry extends."""
+
+    seq_lens: torch.Tensor
+    steps: list
+    tokens: torch.Tensor
+    parents: torch.Tensor
+
+
 class Forced:
     """Runs a real drafter, notes its numbers, then lets `replay` decide what is accepted.
 
-    `rounds` holds for each propose: (seq_lens [B], root [B], steps), a step being (logits [B, Q, Vd], tokens [B, K],
-    source [B, K]): what the head said of each beam, and the next beam with the beam that each entry extends.
+    `rounds` holds a Round for each propose.
     """
 
     def __init__(self, real, replay):
@@ -135,7 +148,7 @@ class Forced:
         """The real drafter's work on its cache and numbers; the replay's tree."""
         self._steps = []
         self.real.propose(state, tree, cache)
-        self.rounds.append((state.seq_lens.clone(), state.root.clone(), self._steps, tree.tokens.clone()))
+        self.rounds.append(Round(state.seq_lens.clone(), self._steps, tree.tokens.clone(), tree.parents.clone()))
         self.replay.propose(state, tree, cache)
 
 
@@ -201,3 +214,64 @@ class FreshHead:
             hidden = self._row(q[:, 0], keys, values, hidden)
             out.append(hidden)
         return self._norm(torch.stack(out), "norm") @ self.w["lm_head.weight"].T
+
+    @property
+    def ids(self):
+        """Target id of each draft id."""
+        small = torch.arange(self.config["draft_vocab_size"])
+        return (small + self.w["d2t"] if "d2t" in self.w else small).tolist()
+
+    def check(self, round, slot, atol=1e-4):
+        """Compare one round of a Forced drafter with this head: the logits of every beam; that each beam keeps the best
+        of its candidates, and the tree the best of all, by cumulative log-probability."""
+        n, k = int(round.seq_lens[slot]), round.steps[0][1].shape[1]
+        column = {token: i for i, token in enumerate(self.ids)}
+        beams, scores, pool = [()], [0.0], {}
+        for logits, tokens, source in round.steps:
+            fresh = torch.stack([self.logits(n, path)[-1] for path in beams])
+            assert_close(logits[slot], fresh, atol=atol, rtol=1e-4)
+            candidates = []
+            for path, score, row in zip(beams, scores, fresh.log_softmax(-1), strict=True):
+                found = {path + (token,): score + float(row[i]) for token, i in column.items()}
+                candidates += sorted(found, key=found.get)[-k:]
+                pool.update((c, found[c]) for c in candidates[-k:])
+            beams = [beams[s] + (t,) for s, t in zip(source[slot].tolist(), tokens[slot].tolist(), strict=True)]
+            scores = [pool[b] for b in beams]
+            assert len(set(beams)) == k
+            assert_close(torch.tensor(scores), torch.tensor([pool[c] for c in candidates]).topk(k).values, atol=1e-3, rtol=0)
+        tokens, parents, paths = round.tokens[slot].tolist(), round.parents[slot].tolist(), [()]
+        for token, parent in zip(tokens[1:], parents[1:], strict=True):
+            paths.append(paths[parent] + (token,))
+        kept = torch.tensor([pool[path] for path in paths[1:]])
+        best = torch.tensor(list(pool.values())).topk(len(kept)).values
+        assert_close(kept.sort(descending=True).values, best, atol=1e-3, rtol=0)
+
+
+class Transformers:
+    """A toy target in transformers, without cache: fp32, eager attention and experts.
+
+    Its logits, and every boundary B_k: hidden_states[L] is normed there, so the last one is taken before the norm.
+    """
+
+    def __init__(self, path):
+        from transformers import Qwen3MoeForCausalLM
+
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.version("kernels")
+            raise AssertionError("another package named kernels is installed: transformers would use it")
+        eager = dict(attn_implementation="eager", experts_implementation="eager", dtype=torch.float32)
+        self.model = Qwen3MoeForCausalLM.from_pretrained(path, **eager).eval()
+
+    @torch.no_grad()
+    def __call__(self, ids):
+        """ids: list -> logits [n, V], boundaries: L + 1 tensors [n, D]."""
+        last = []
+        hook = self.model.model.norm.register_forward_pre_hook(lambda module, args: last.append(args[0][0]))
+        out = self.model(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
+        hook.remove()
+        return out.logits[0], [h[0] for h in out.hidden_states[:-1]] + last
+
+    def features(self, ids, boundaries):
+        """[n, len(boundaries) * D]."""
+        found = self(ids)[1]
+        return torch.cat([found[b] for b in boundaries], -1)

@@ -25,9 +25,10 @@ ROOMS = {
     "engine.drafters": (3, "drafters"),
     "engine.cycle": (4, "cycle"),
     "engine.graph": (4, "cycle"),
-    **{f"engine.{m}": (5, "engine") for m in ("loading", "request", "session", "engine")},
+    **{f"engine.{m}": (5, "engine") for m in ("loading", "profile", "request", "session", "engine")},
     "engine": (5, "engine"),
-    **{f"engine.{m}": (6, "commands") for m in ("options", "prompts", "generate", "diagnose", "dump", "train")},
+    **{f"engine.{m}": (6, "commands") for m in ("options", "prompts", "generate", "diagnose", "dump")},
+    **{f"engine.{m}": (6, "commands") for m in ("train", "train_head")},
     "weights.demo": (7, "demo"),
     "bench": (7, "bench"),
 }

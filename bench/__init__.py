@@ -1,0 +1,1 @@
+"""Measurements, one command a file; their kept results are in `results/`."""
