@@ -79,7 +79,7 @@ class Engine:
         elif isinstance(prompt, str):
             if text is None:
                 raise Refused("prompt: this checkpoint has no tokenizer; supported: token ids")
-            prompt = text.encode(prompt)
+            prompt = text.encode(prompt) if prompt.strip() else []
         if not isinstance(prompt, list) or not prompt:
             raise Refused("prompt: it is empty; supported: at least one token")
         for token in prompt:
@@ -150,13 +150,13 @@ class Engine:
         rows = [session.rows(request) for request in requests]
         for need in rows:
             self.pool.demand(need)
-        self.programs.state(batch).widen(self.pool.pages_for(max(rows, default=1)))
-        return self._run(session)
+        return self._run(session, self.pool.pages_for(max(rows, default=1)))
 
-    def _run(self, session):
+    def _run(self, session, columns):
         self._idle()
         self._busy = True
         try:
+            session.state.widen(columns)
             yield from session.events()
         finally:
             self._busy = False

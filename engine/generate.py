@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from weights.config import Refused
@@ -17,6 +18,7 @@ from .session import NonFinite
 from .shape import PLAIN
 
 WARM_UP = 8  # tokens decoded each way before a comparison is timed
+SMALL = 256 << 20  # bytes of weights below which CPU threads wait for each other longer than they work
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,6 +47,8 @@ def run(o) -> None:
 
     engine = load(o, target, draft, shape)
     say(report.loaded(engine.parts))
+    if engine.parts.device.type == "cpu" and sum(part.nbytes for part in engine.parts.reports) < SMALL:
+        torch.set_num_threads(1)
     requests = [(encode(engine, prompt), how) for prompt, how in zip(given, samplings, strict=True)]
     before, compare = {}, None
     if o.compare:

@@ -173,6 +173,7 @@ def load(options, progress=None):
     began = time.perf_counter()
     device = device_of(options.device)
     dtype, tp = dtype_of(options.dtype, device), TP()
+    _sizes(options)
     target, draft = open_target(options), open_draft(options)
     max_context = _context(options, target.config)
     capture = None
@@ -219,6 +220,13 @@ def load(options, progress=None):
         reports=reports,
         load_ms=(time.perf_counter() - began) * 1e3,
     )
+
+
+def _sizes(options):
+    for name, least in (("max_batch", 1), ("page_size", 1), ("prefill_chunk", 1), ("pages", 2)):
+        value = getattr(options, name)
+        if value is not None and (not isinstance(value, int) or value < least):
+            raise Refused(f"{name}: {value!r}; supported: whole numbers from {least}")
 
 
 def _context(options, config):

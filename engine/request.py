@@ -32,7 +32,8 @@ class Sampling:
     def __post_init__(self):
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
-        if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 0:
+        cap = self.max_new_tokens
+        if not isinstance(cap, int) or isinstance(cap, bool) or cap < 0:
             raise Refused(f"max_new_tokens is {self.max_new_tokens!r}; supported: whole numbers from 0")
         if not isinstance(self.temperature, int | float) or not math.isfinite(self.temperature) or self.temperature < 0:
             raise Refused(f"temperature is {self.temperature!r}; supported: 0 (greedy)")

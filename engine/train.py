@@ -24,6 +24,7 @@ from .text import Text
 from .tp import TP
 from .train_head import PAGE, Head, Teacher, chain_length, describe, draft_vocabulary, hits, losses
 
+OWN = 16384  # self-generated windows by default
 ROWS = 2048  # sequences continued at once
 WARM_UP = 0.03  # share of the run in which the rate rises
 DECAY = 0.8  # weight of a step's loss against the step before it
@@ -252,7 +253,7 @@ def parser():
     add("--ttt", type=least(1), default=6, metavar="N", help="unrolled steps of the drafter; default %(default)s")
     add("--lr", type=number, default=2e-3, metavar="R", help="peak learning rate; default %(default)s")
     add("--self-generated", type=number, default=0.0, metavar="SHARE", help="of the windows; default %(default)s")
-    add("--windows", type=least(1), default=16384, metavar="N", help="self-generated windows; default %(default)s")
+    add("--windows", type=least(1), metavar="N", help=f"self-generated windows; default {OWN}")
     add("--seed", type=least(0), default=0, metavar="N", help="default %(default)s")
     add("--device", metavar="cpu|cuda|cuda:N", help="default: CUDA where there is a GPU")
     add("--resume", action="store_true", help="go on with the interrupted run in --out")
@@ -268,11 +269,17 @@ def parse(argv):
         raise Refused(f"{unknown[0]}: there is no such option; --help lists all")
     if (o.steps is None) == (o.minutes is None):
         raise Refused("--steps N and --minutes M: supported: exactly one of them")
-    for name, low, high in (("minutes", 0, math.inf), ("lr", 0, math.inf)):
-        if getattr(o, name) is not None and not low < getattr(o, name) < high:
+    for name in ("minutes", "lr"):
+        if getattr(o, name) is not None and not 0 < getattr(o, name) < math.inf:
             raise Refused(f"--{name} {getattr(o, name)}: supported: a number above 0")
+    for name in ("save_every", "log_every"):
+        if not 0 <= getattr(o, name):
+            raise Refused(f"--{name.replace('_', '-')} {getattr(o, name)}: supported: a number from 0")
     if not 0 <= o.self_generated <= 1:
         raise Refused(f"--self-generated {o.self_generated}: supported: 0 to 1")
+    if o.windows and not o.self_generated:
+        raise Refused(f"--windows {o.windows}: supported: with --self-generated SHARE above 0")
+    o.windows = o.windows or OWN
     if o.length < 2 * o.ttt + 2 or o.self_generated and o.length < 3 * PAGE:
         fewest = max(2 * o.ttt + 2, 3 * PAGE if o.self_generated else 0)
         raise Refused(f"--length {o.length}: supported with these options: from {fewest}")
@@ -317,11 +324,13 @@ def run(o, argv):
     windows = Windows(stream, end_ids, o.length, o.seed)
     if state is None:
         own = own_text(target, windows, o.windows, say) if o.self_generated else None
-        draft_ids, covered = vocabulary(stream, own, o, opened.config.vocab)
-        say(f"draft vocabulary: {o.draft_vocab} ids, {100 * covered:.2f} % of the text trained on")
     else:
-        own, draft_ids = state["own"], state["draft_ids"]
+        own = state["own"]
         say(f"resumed at step {state['step']}, {state['seconds']:.0f} s")
+    shares = frequencies(stream, own, o.self_generated, opened.config.vocab)
+    draft_ids = draft_vocabulary(shares, o.draft_vocab) if state is None else state["draft_ids"]
+    covered = float(shares[draft_ids].sum())
+    say(f"draft vocabulary: {o.draft_vocab} ids, {100 * covered:.2f} % of the text trained on")
     trainer = Trainer(Head(config, draft_ids, target, o.length).to(o.device), o, own)
     if state is not None:
         trainer.restore(state)
@@ -354,25 +363,25 @@ def run(o, argv):
         "boundaries": list(capture.boundaries),
         "parameters": sum(p.numel() for p in trainer.head.parameters()),
         "train_tokens": trainer.step * o.batch * o.length,
+        "draft_vocab_coverage": round(covered, 4),
         "self_generated_windows": 0 if own is None else len(own),
         **figures,
         "loss_and_top1_by_step": trainer.curve,
     }
-    (out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
+    (out / "training.json").write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
     (out / "training.pt").unlink(missing_ok=True)
     for name, figure in figures.items():
         say(f"{name}: {figure}")
     say(f"saved to {out}; the same run again: --steps {trainer.step} in place of --minutes")
 
 
-def vocabulary(stream, own, o, size):
-    """The draft vocabulary of the text trained on, and the share of that text it covers."""
-    counts = torch.bincount(stream, minlength=size).double() / len(stream)
-    if own is not None:
-        counts = (1 - o.self_generated) * counts
-        counts += o.self_generated * torch.bincount(own.flatten(), minlength=size).double() / own.numel()
-    ids = draft_vocabulary(counts, o.draft_vocab)
-    return ids, float(counts[ids].sum())
+def frequencies(stream, own, share, vocabulary):
+    """[V] share of every id in the text trained on."""
+    counts = torch.bincount(stream, minlength=vocabulary).double() / len(stream)
+    if own is None:
+        return counts
+    return (1 - share) * counts + share * torch.bincount(own.flatten(), minlength=vocabulary) / own.numel()
 
 
 def say(line):

@@ -46,3 +46,22 @@ REFERENCE = Ops(
     commit=commit.reference,
     stamp=stamp.reference,
 )
+
+FUSED = Ops(
+    norm=norm.fused,
+    linear=linear.fused,
+    qkv=qkv.fused,
+    attention=attention.fused,
+    route=routing.fused,
+    experts=experts.fused,
+    mlp=mlp.fused,
+    head=head.fused,
+    draft_input=draft_input.fused,
+    grow=tree.grow_fused,
+    choose=tree.choose_fused,
+    ancestry=tree.ancestry_fused,
+    walk=accept.walk_fused,
+    follow=accept.follow_fused,
+    commit=commit.fused,
+    stamp=stamp.fused,
+)

@@ -1,12 +1,28 @@
 """The greedy accept walk, its cuts, and the hand-over of what it emitted to the drafter's backlog."""
 
 import torch
+import triton
+import triton.language as tl
 
 from .select import gather_rows
+from .tile import up
 
 
 def walk(
-    tokens, parents, target_ids, finite, seq_lens, limits, stop_ids, path, emitted, accept_lens, matched, done, fault, root
+    tokens,
+    parents,
+    target_ids,
+    finite,
+    seq_lens,
+    limits,
+    stop_ids,
+    path,
+    emitted,
+    accept_lens,
+    matched,
+    done,
+    fault,
+    root,
 ):
     """Follow the child that equals the target's own token, from the root, as far as it goes; then cut.
 
@@ -66,3 +82,131 @@ def follow(emitted, aux, path, accept_lens, backlog, backlog_tokens, backlog_fea
     features = gather_rows(aux, path)
     backlog_features.scatter_(1, at[..., None].expand_as(features), features)
     backlog.add_(accept_lens)
+
+
+@triton.jit
+def _walk(
+    tokens_ptr, parents_ptr, target_ptr, finite_ptr, seq_ptr, limit_ptr, stop_ptr, path_ptr, emitted_ptr,
+    lens_ptr, matched_ptr, done_ptr, fault_ptr, root_ptr, nodes, steps, stops, emitted_stride, flag_stride,
+    BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """Program b: the greedy walk of one tree, then the cuts."""
+    b = tl.program_id(0).to(tl.int64)
+    node, k, line = tl.arange(0, BT), tl.arange(0, BP), b * nodes
+    inside = node < nodes
+    token = tl.load(tokens_ptr + line + node, mask=inside, other=-1)
+    parent = tl.load(parents_ptr + line + node, mask=inside, other=-1)
+    target = tl.load(target_ptr + line + node, mask=inside, other=-1)
+    finite = tl.load(finite_ptr + line + node, mask=inside, other=0).to(tl.int32)
+    alive = tl.sum(tl.where(node == 0, finite, 0), 0)
+    broken, lens, match, at = 1 - alive, alive, alive * 0, alive * 0
+    path = tl.zeros([BP], tl.int32)
+    for step in range(1, steps):
+        own = tl.sum(tl.where(node == at, target, 0), 0)
+        hit = inside & (parent == at) & (token == own) & (node > 0)
+        child = tl.min(tl.where(hit, node, BT), 0)
+        alive = alive * (child < BT).to(tl.int32)
+        at = tl.where(alive > 0, child, at)
+        match += alive
+        broken = tl.maximum(broken, alive * (1 - tl.sum(tl.where(node == at, finite, 0), 0)))
+        alive = alive * (1 - broken)
+        lens += alive
+        path = tl.where(k == step, at, path)
+    used = k < steps
+    emitted = tl.load(target_ptr + line + path, mask=used, other=0)
+    tl.store(path_ptr + b * steps + k, path.to(tl.int64), mask=used)
+    tl.store(emitted_ptr + b * emitted_stride + k, emitted, mask=used)
+
+    flag, s = b * flag_stride, tl.arange(0, BS)
+    room = tl.load(limit_ptr + b) - tl.load(seq_ptr + b)
+    reach = tl.minimum(lens.to(tl.int64), room)
+    stop = tl.load(stop_ptr + b * stops + s, mask=s < stops, other=-1)
+    same = (emitted[:, None] == stop[None, :]) & (s < stops)[None, :]
+    cut = (tl.max(same.to(tl.int32), 1) > 0) & (k < reach)
+    first = tl.min(tl.where(cut, k, BP), 0)
+    stopped = (first < BP).to(tl.int32)
+    reach = tl.where(stopped > 0, (first + 1).to(tl.int64), reach)
+    ended = (tl.load(done_ptr + flag) != 0).to(tl.int32)
+    broken = broken * (1 - ended) * (1 - stopped) * (reach < room).to(tl.int32)
+    reach = tl.where(ended > 0, tl.zeros_like(reach), reach)
+    fault = (tl.load(fault_ptr + flag) != 0).to(tl.int32)
+    last = tl.sum(tl.where(k == reach - 1, emitted, 0), 0)
+    tl.store(lens_ptr + flag, reach)
+    tl.store(matched_ptr + flag, match.to(tl.int64))
+    tl.store(fault_ptr + flag, tl.maximum(fault, broken).to(tl.int64))
+    over = tl.maximum(tl.maximum(ended, stopped), tl.maximum(broken, (reach >= room).to(tl.int32)))
+    tl.store(done_ptr + flag, over.to(tl.int64))
+    tl.store(root_ptr + b, last, mask=reach > 0)
+
+
+def walk_fused(
+    tokens,
+    parents,
+    target_ids,
+    finite,
+    seq_lens,
+    limits,
+    stop_ids,
+    path,
+    emitted,
+    accept_lens,
+    matched,
+    done,
+    fault,
+    root,
+):
+    """The twin of `walk`; the flags [B] are columns of one block, so they share a stride."""
+    (b, nodes), steps, stops = tokens.shape, path.shape[1], stop_ids.shape[1]
+    flags = (accept_lens, matched, done, fault)
+    if len({f.stride(0) for f in flags}) != 1 or any(f.dtype != torch.int64 for f in flags):
+        raise ValueError("walk: accept_lens, matched, done and fault share one stride and are int64")
+    _walk[(b,)](
+        tokens.contiguous(), parents, target_ids, finite.view(torch.uint8), seq_lens, limits, stop_ids, path, emitted,
+        *flags, root, nodes, steps, stops, emitted.stride(0), flags[0].stride(0),
+        BT=up(nodes), BP=up(steps), BS=up(stops), num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _follow(
+    emitted_ptr, aux_ptr, path_ptr, lens_ptr, backlog_ptr, tokens_ptr, features_ptr, steps, nodes, room, width,
+    emitted_stride, lens_stride, BW: tl.constexpr,
+):  # fmt: skip
+    """Program (w, k, b): BW features under the k-th emitted token of sequence b; the first program adds the token."""
+    k, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    if k < tl.load(lens_ptr + b * lens_stride):
+        at = tl.minimum(tl.load(backlog_ptr + b) + k, room - 1)
+        lane = tl.program_id(0) * BW + tl.arange(0, BW)
+        node = tl.load(path_ptr + b * steps + k)
+        row = tl.load(aux_ptr + (b * nodes + node) * width + lane, mask=lane < width, other=0.0)
+        tl.store(features_ptr + (b * room + at) * width + lane, row, mask=lane < width)
+        if tl.program_id(0) == 0:
+            tl.store(tokens_ptr + b * room + at, tl.load(emitted_ptr + b * emitted_stride + k))
+
+
+def follow_fused(emitted, aux, path, accept_lens, backlog, backlog_tokens, backlog_features):
+    """The twin of `follow`: the rows in one launch, then the count of them."""
+    b, steps = path.shape
+    nodes, width, block = aux.shape[1], aux.shape[2], min(1024, max(16, up(aux.shape[2])))
+    _follow[(triton.cdiv(width, block), steps, b)](
+        emitted, aux.contiguous(), path, accept_lens, backlog, backlog_tokens, backlog_features, steps, nodes,
+        backlog_tokens.shape[1], width, emitted.stride(0), accept_lens.stride(0), BW=block, num_warps=4,
+    )  # fmt: skip
+    backlog.add_(accept_lens)
+
+
+def specimens():
+    """Compile specimens: a chain and a full tree."""
+    ints = ("tokens_ptr", "parents_ptr", "target_ptr", "seq_ptr", "limit_ptr", "stop_ptr", "path_ptr", "emitted_ptr")
+    flags = ("lens_ptr", "matched_ptr", "done_ptr", "fault_ptr", "root_ptr")
+    walked = dict.fromkeys((*ints, *flags), "*i64") | {"finite_ptr": "*u8"}
+    walked |= dict.fromkeys(("nodes", "steps", "stops", "emitted_stride", "flag_stride"), "i32")
+    followed = dict.fromkeys(("emitted_ptr", "path_ptr", "lens_ptr", "backlog_ptr", "tokens_ptr"), "*i64")
+    followed |= dict.fromkeys(("steps", "nodes", "room", "width", "emitted_stride", "lens_stride"), "i32")
+    return [
+        *((_walk, walked, {"BT": t, "BP": p, "BS": 32}, {"num_warps": 1}) for t, p in ((1, 1), (4, 4), (64, 8))),
+        *(
+            (_follow, followed | dict.fromkeys(("aux_ptr", "features_ptr"), name), {"BW": 1024}, {"num_warps": 4})
+            for name in ("*bf16", "*fp16", "*fp32")
+        ),
+    ]

@@ -70,9 +70,11 @@ def reference(q, k_plane, v_plane, pages, prefix, tree, page_size, scale, window
     else:
         sink = sinks.float().view(1, g, h // g, 1, 1).expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
-    # rows that nobody sees may hold noise or NaN, and 0 * NaN is NaN
-    v = v.masked_fill(~seen.any(1)[:, :, None, None], 0)
-    return torch.einsum("bgrtl,blgd->btgrd", weights, v).reshape(b * t, -1).to(q.dtype)
+    # a row may hold NaN, and 0 * NaN is NaN: only the queries that see the row may get it
+    sound = v.isfinite()
+    y = torch.einsum("bgrtl,blgd->btgrd", weights, v.where(sound, 0))
+    broken = (seen & ~sound.all(-1).all(-1)[:, None]).any(-1)  # B T
+    return y.reshape(b, t, -1).masked_fill(broken[..., None], float("nan")).view(b * t, -1).to(q.dtype)
 
 
 @dataclass(frozen=True)

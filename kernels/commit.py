@@ -1,6 +1,8 @@
 """Move the accepted path's cache rows to the end of the committed prefix, in all layers at once."""
 
 import torch
+import triton
+import triton.language as tl
 
 from .cache_write import slots
 
@@ -18,3 +20,59 @@ def reference(storage, pages, prefix, path, accept_lens, page_size):
     source = torch.where(keep, prefix[:, None] + path, -1)
     src, dst = (slots(x, pages, page_size).view(-1) for x in (source, target))
     storage[:, :, dst] = storage[:, :, src]  # the right side is a copy: the whole path is read before any store
+
+
+@triton.jit
+def _slot(pages_ptr, row, inside, PAGE: tl.constexpr):
+    page = tl.load(pages_ptr + row // PAGE, mask=inside, other=0).to(tl.int64)
+    return page * PAGE + row % PAGE
+
+
+@triton.jit(do_not_specialize=["columns", "steps"])
+def _move(
+    storage_ptr, pages_ptr, prefix_ptr, path_ptr, lens_ptr, lens_stride, columns, steps, plane, width,
+    PAGE: tl.constexpr, BP: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """Program (w, p, b): BW columns of plane p (any layer's) along sequence b's path."""
+    b, k = tl.program_id(2), tl.arange(0, BP)
+    keep = k < tl.minimum(tl.load(lens_ptr + b * lens_stride), steps)
+    node = tl.load(path_ptr + b * steps + k, mask=keep, other=0)
+    keep = keep & (node != k)  # a row already in its place is neither read nor written
+    prefix = tl.load(prefix_ptr + b)
+    pages_ptr += b.to(tl.int64) * columns
+    source, target = _slot(pages_ptr, prefix + node, keep, PAGE), _slot(pages_ptr, prefix + k, keep, PAGE)
+    lane = tl.program_id(0) * BW + tl.arange(0, BW)
+    inside = keep[:, None] & (lane < width)[None, :]
+    storage_ptr += tl.program_id(1).to(tl.int64) * plane
+    rows = tl.load(storage_ptr + source[:, None] * width + lane[None, :], mask=inside, other=0.0)
+    tl.debug_barrier()  # the whole path is read before any store
+    tl.store(storage_ptr + target[:, None] * width + lane[None, :], rows, mask=inside)
+
+
+def fused(storage, pages, prefix, path, accept_lens, page_size):
+    """The twin of `reference`: one launch over all layers and planes."""
+    layers, planes, slots, groups, width = storage.shape
+    row, (b, steps) = groups * width, path.shape
+    if steps == 1:
+        return  # the root is in its place
+    block = _columns(steps, row)
+    _move[(triton.cdiv(row, block), layers * planes, b)](
+        storage, pages, prefix, path.contiguous(), accept_lens, accept_lens.stride(0), pages.shape[1], steps,
+        slots * row, row, PAGE=page_size, BP=triton.next_power_of_2(steps), BW=block, num_warps=4,
+    )  # fmt: skip
+
+
+def _columns(steps, row):
+    """Columns a program moves: few for a long path, which is held in registers."""
+    return min(128, max(16, 2048 // triton.next_power_of_2(steps)), triton.next_power_of_2(row))
+
+
+def specimens():
+    """Compile specimens: chains and full trees; a plane may pass 2^31 elements."""
+    types = {"pages_ptr": "*i32", "prefix_ptr": "*i64", "path_ptr": "*i64", "lens_ptr": "*i64", "lens_stride": "i32"}
+    types |= {"columns": "i32", "steps": "i32", "plane": "i64", "width": "i32"}
+    return [
+        (_move, types | {"storage_ptr": name}, {"PAGE": 16, "BP": steps, "BW": _columns(steps, 512)}, {"num_warps": 4})
+        for name in ("*bf16", "*fp16", "*fp32")
+        for steps in (2, 4, 64)
+    ]

@@ -35,7 +35,9 @@ def _gate_up(
     start = row.to(tl.int64) * columns
     scale = inverse_rms(x_ptr, start, live, columns, eps, BR, 64 * SPLIT)
     outs = unit + m // half * width
-    y = product(x_ptr, start, live, scale, norm_ptr, w_ptr, outs, unit < width, columns, True, BO, SPLIT, BK, BR, STAGES)
+    y = product(
+        x_ptr, start, live, scale, norm_ptr, w_ptr, outs, unit < width, columns, True, BO, SPLIT, BK, BR, STAGES
+    )
     gate, up = halves(y, half, BR)
     unit = tl.program_id(0) * half + tl.arange(0, half)
     at = row.to(tl.int64)[None, :] * width + unit[:, None]

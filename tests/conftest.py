@@ -6,11 +6,13 @@ import pytest
 import torch
 from toys import Toys
 
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+collect_ignore = ["test_compile.py"] if INTERPRETING else []  # interpreted functions cannot be compiled
+
 
 def pytest_collection_modifyitems(config, items):
     """Skip `gpu` tests without a GPU; leave `interpreter` tests out unless Triton interprets (it decides at import)."""
-    interpreting = os.environ.get("TRITON_INTERPRET") == "1"
-    elsewhere = [item for item in items if item.get_closest_marker("interpreter") and not interpreting]
+    elsewhere = [item for item in items if item.get_closest_marker("interpreter") and not INTERPRETING]
     if elsewhere:
         config.hook.pytest_deselected(items=elsewhere)
         items[:] = [item for item in items if item not in elsewhere]

@@ -138,7 +138,13 @@ class Forced:
             self._steps.append((self._logits, out[0].clone(), out[3].clone()))
             return out
 
+        self._ops = real.ops
         real.best, real.ops = noted_best, replace(real.ops, grow=noted_grow)
+
+    def release(self):
+        """Leave the real drafter as it was."""
+        del self.real.best
+        self.real.ops = self._ops
 
     def extend(self, batch, features, cache):
         """The real one's."""
@@ -238,7 +244,9 @@ class FreshHead:
             beams = [beams[s] + (t,) for s, t in zip(source[slot].tolist(), tokens[slot].tolist(), strict=True)]
             scores = [pool[b] for b in beams]
             assert len(set(beams)) == k
-            assert_close(torch.tensor(scores), torch.tensor([pool[c] for c in candidates]).topk(k).values, atol=1e-3, rtol=0)
+            assert_close(
+                torch.tensor(scores), torch.tensor([pool[c] for c in candidates]).topk(k).values, atol=1e-3, rtol=0
+            )
         tokens, parents, paths = round.tokens[slot].tolist(), round.parents[slot].tolist(), [()]
         for token, parent in zip(tokens[1:], parents[1:], strict=True):
             paths.append(paths[parent] + (token,))

@@ -65,3 +65,9 @@ def test_capture_layers_that_cannot_be_are_refused(ids, layers, override, words)
         boundaries(head(ids), layers, override)
     text = str(error.value)
     assert "\n" not in text and all(word in text for word in words), text
+
+
+def test_the_default_layers_are_for_three_features():
+    """B07. Mutant: a head that fuses two features fed with three."""
+    with pytest.raises(Refused, match="names 3 layers.*fuses 2"):
+        boundaries(head(None, count=2), 48)

@@ -1,6 +1,7 @@
 """`python -m engine.generate`: a frozen list of options, each of which works or is refused in one line, exit code 2."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import toys
@@ -8,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from engine import options, prompts
-from engine.generate import main
+from engine.generate import InOrder, main
 from engine.shape import PLAIN, Shape
 from weights.config import Refused
 
@@ -152,6 +153,15 @@ def test_a_file_of_prompts(cli, pair, tmp_path):
         assert out == "".join(spelled(ids) + "\n" for ids in want)
     (tmp_path / "one.txt").write_text("AB\nC")
     assert prompts.read(str(tmp_path / "one.txt"))[0].content == "AB\nC"
+
+
+def test_texts_keep_the_order_of_the_prompts(capsys):
+    """Whatever order requests end in."""
+    writer = InOrder()
+    for index, text, finished in [(1, "b", False), (2, "c", True), (1, "B", True), (0, "a", True)]:
+        request = SimpleNamespace(index=index, finished=finished)
+        writer.show(SimpleNamespace(request=request, text=text, tokens=[]))
+    assert capsys.readouterr().out == "a\nbB\nc\n"
 
 
 def test_chat(cli, kit, pair, tmp_path):
@@ -299,6 +309,13 @@ def test_stop_strings(cli, kit, pair):
     assert "error: stop is ['']" in cli("x", *pair, "--stop", "")[2]
     target = kit.altered(pair[1], lambda config, tensors: None)  # without a tokenizer
     assert "no tokenizer; supported: token ids" in cli("x", "--target", target, *SMALL)[2]
+
+
+def test_a_failure_is_no_refusal(cli, kit, pair):
+    target = kit.altered(pair[1], lambda config, tensors: tensors["lm_head.weight"].fill_(float("nan")))
+    spell(target)
+    code, _, err, stats = cli("HELLO", "--target", target, *SMALL)
+    assert (code, stats) == (1, None) and err.splitlines()[-1].startswith("error: non-finite logits at position 4")
 
 
 @pytest.mark.parametrize("length, code", [(126, 0), (127, 0), (128, 2), (129, 2)])

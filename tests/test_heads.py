@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,6 +65,13 @@ def test_heads_are_read_by_canonical_names(tmp_path, prefix, layer):
     assert fc.equal(stored[f"{prefix}fc.weight"]) and head.equal(stored["lm_head.weight"])
 
 
+def test_leftovers_are_tolerated_and_arithmetic_is_not():
+    """B06. Mutant: a norm or bias of a switch that nobody set served as if it were not there."""
+    assert tolerated("_extra_state") and tolerated("step")
+    for name in ("input_norm.weight", "fc.bias", "fc_norm.0.weight", "layers.1.mlp.up_proj.weight", "mask_hidden"):
+        assert not tolerated(name)
+
+
 def test_two_names_of_one_tensor_are_refused(tmp_path):
     """Mutant: the later name wins."""
     stored = {"midlayer.x": torch.rand(4), "layers.0.x": torch.rand(4)}
@@ -91,8 +99,9 @@ def resolve(home, *names):
         "    except Refused as e:\n        print('refused', e)"
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGINGFACE_"))}
-    environment |= {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
-    run = subprocess.run([sys.executable, "-c", script, *names], env=environment, capture_output=True, text=True)
+    environment |= {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-c", script, *names]
+    run = subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return run.stdout.splitlines()
 
@@ -103,9 +112,10 @@ def test_hub_ids_come_from_the_cache_when_offline(tmp_path):
     snapshot = repository / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
     (repository / "refs").mkdir()
+    (tmp_path / "a-file").touch()
     (repository / "refs" / "main").write_text("0" * 40)
     save(snapshot, {"a": torch.ones(1), "b": torch.ones(1)})
-    found = resolve(tmp_path, "some/head", str(snapshot), "some/other", "/no/such/place")
-    assert found[:2] == ["['a', 'b']"] * 2 and len(found) == 4
+    found = resolve(tmp_path, "some/head", str(snapshot), "some/other", "/no/such/place", "a-file")
+    assert found[:2] == ["['a', 'b']"] * 2 and len(found) == 5
     assert re.fullmatch(r"refused some/other: .*hub.*", found[2])
-    assert found[3] == "refused /no/such/place: no such directory"
+    assert found[3:] == [f"refused {name}: no such directory" for name in ("/no/such/place", "a-file")]

@@ -2,7 +2,9 @@
 
 import pytest
 
-from engine.report import Acceptance
+from engine.report import Acceptance, Run, comparison, decoded
+from engine.request import Result
+from engine.shape import Shape
 
 SCRIPT = [(accepted + 1, accepted, 3) for accepted in (3, 0, 1, 2)]  # steps 3; each cycle's bonus token comes on top
 
@@ -40,3 +42,44 @@ def test_positions_count_the_cycles_that_drafted_that_far():
     counts = Acceptance.of([(2, 1, 1), (4, 3, 3), (1, 0, 0), (1, 0, 3)])
     assert counts.by_position == [2 / 3, 1 / 2, 1 / 2]
     assert counts.rate == 4 / 7
+
+
+def result(new):
+    """A request of `new` tokens."""
+    ids, shape = list(range(new)), Shape(3, 1, 4)
+    return Result(3, ids, "", "length", None, cycles=[], shape=shape, first_token_ms=2.0, decode_ms=None)
+
+
+def test_requests_that_overlap_share_their_time():
+    """Seconds 0-2 and 1-4 overlap, 6-7 stands alone: decoding took 5 seconds, not 6."""
+    run = Run([result(11), result(6), result(6)], [(0.0, 2.0), (1.0, 4.0), (6.0, 7.0)], launches=10)
+    assert (run.decode_seconds, run.tokens_per_second) == (5.0, 20 / 5.0)
+    assert run.milliseconds(load=1.0, capture=0.0) == {
+        "load": 1.0,
+        "capture": None,
+        "prefill": None,
+        "first_token": 2.0,
+        "decode": 5000.0,
+        "cycle": 500.0,
+        **dict.fromkeys(("draft", "verify", "accept", "commit")),
+    }
+    inside = Run([result(6), result(6)], [(0.0, 4.0), (1.0, 2.0)], launches=5)
+    assert inside.decode_seconds == 4.0
+
+
+@pytest.mark.parametrize("new", [0, 1])
+def test_a_run_without_a_second_token_has_no_speed(new):
+    run = Run([result(new)], [(1.0, 1.0)], launches=0)
+    assert run.tokens_per_second is None and run.milliseconds(1.0, 0.0)["cycle"] is None
+    assert comparison(run, run) == {
+        "plain_tokens_per_second": None,
+        "speculative_tokens_per_second": None,
+        "speedup": None,
+        "identical": True,
+    }
+    assert decoded(run, comparison(run, run), 0)[-1].endswith("ended by length")
+
+
+def test_different_ids_are_called_different():
+    one, two = Run([result(5)], [(0.0, 1.0)], 1), Run([result(6)], [(0.0, 1.0)], 1)
+    assert not comparison(one, two)["identical"] and "DIFFERENT ids" in decoded(two, comparison(one, two), 0)[-1]

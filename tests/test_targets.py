@@ -129,7 +129,11 @@ def test_rows_of_a_batch_do_not_mix(toys):
     texts = [[(5 * i + 1) % V for i in range(12)], [(3 * i + 2) % V for i in range(17)]]
     pages = torch.tensor([[1, 3, 5, 7, 9], [8, 6, 4, 2, 10]], dtype=torch.int32)
     for row, text in enumerate(texts):
-        run(target, cache, Batch.causal(torch.tensor([text[:-3]]), torch.zeros(1, dtype=torch.int64), pages[row : row + 1]))
+        run(
+            target,
+            cache,
+            Batch.causal(torch.tensor([text[:-3]]), torch.zeros(1, dtype=torch.int64), pages[row : row + 1]),
+        )
     start = torch.tensor([len(t) - 3 for t in texts])
     logits, boundaries = run(target, cache, Batch.causal(torch.tensor([t[-3:] for t in texts]), start, pages))
     for row, text in enumerate(texts):

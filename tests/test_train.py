@@ -123,16 +123,15 @@ def test_chain_length_walks_cycle_by_cycle():
 
 @pytest.mark.parametrize(
     "override, boundaries",
-    [(None, (2, 3, 4)), ("output:1,3,5", (2, 4, 6)), ("boundary:2,7", (2, 7)), ("boundary:3,7", None)],
+    [(None, (2, 3, 4)), ("output:1,3,5", (2, 4, 6)), ("boundary:2,7", (2, 7)), ("boundary:3,7", (3, 7))],
 )
 def test_readers_take_the_boundaries_that_were_trained(toys, override, boundaries):
-    """Mutant: ids written without asking the reader what they mean (output 6 of 7 layers beside no output 1 is fine,
-    a lone boundary 7 as output 6 too; the embedding cannot be named at all)."""
+    """Mutant: boundaries written as they are. The embedding is no layer's output: it cannot be named."""
     target = pair(toys.history()).parts.target.config
     target = type(target)(**{**vars(target), "layers": 7})
     raw, capture = describe(target, {"rope_theta": 1e4}, 8, 8, override)
     ids = raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-    assert capture.boundaries == (boundaries or (3, 7)) and [i + 1 for i in ids] == list(capture.boundaries)
+    assert capture.boundaries == boundaries and [i + 1 for i in ids] == list(capture.boundaries)
     with pytest.raises(Refused, match="boundaries"):
         describe(target, {"rope_theta": 1e4}, 8, 8, "boundary:0,2,4")
 
@@ -154,7 +153,7 @@ def arguments(toys, folder, *more):
 
 
 def test_training_lowers_the_loss_and_the_head_then_drafts(toys, tmp_path, capsys):
-    """Mutants: gradients never applied; the file of an untrained head; figures of another head than the saved one."""
+    """Mutants: gradients never applied; the file of an untrained head."""
     argv = arguments(toys, tmp_path, "--steps", "80", "--self-generated", "0.5", "--length", "192", "--windows", "6")
     assert train.main(argv) == 0
     record = json.loads((tmp_path / "head" / "training.json").read_text())
@@ -198,6 +197,8 @@ def test_a_killed_run_goes_on_where_it_was(toys, tmp_path, monkeypatch):
         (("--draft-vocab", "65"), "--draft-vocab 65"),
         (("--self-generated", "1.5"), "--self-generated 1.5"),
         (("--self-generated", "0.5"), "--length 24"),
+        (("--windows", "5"), "--windows 5"),
+        (("--log-every", "nan"), "--log-every nan"),
         (("--length", "2000"), "2000"),
         (("--length", "7"), "7"),
         (("--corpus", "nowhere.bin"), "nowhere.bin"),

@@ -259,6 +259,6 @@ def _mismatch(part: Part, found) -> list[str]:
     if shape != part.shape:
         return [f"tensor {name} has shape {list(shape)}, expected {list(part.shape)}"]
     due = part.place.dtype
-    if dtype != due and (KINDS.get(dtype) is None or KINDS.get(dtype) != KINDS.get(due)):
+    if KINDS.get(dtype, dtype) != KINDS.get(due, due):
         return [f"tensor {name} is {dtype}, expected {KINDS.get(due) or due}"]
     return []

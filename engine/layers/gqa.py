@@ -1,5 +1,7 @@
 """Grouped-query attention block: norm, projections, cache write, attention, output projection, residual."""
 
+from weights.source import Cut
+
 from .linear import RowParallel
 from .norm import Norm
 
@@ -17,9 +19,10 @@ class GQA:
     def __init__(self, source, norm, width, hidden, config, cos_sin, ops, tp, *, qk_norm, bias):
         self.norm, self.ops, self.cos_sin, self.eps = norm, ops, cos_sin, config.eps
         self.heads, self.kv_heads, self.head_dim = config.heads // tp.size, config.kv_heads // tp.size, config.head_dim
-        rows = [(n, h * config.head_dim) for n, h in zip("qkv", (config.heads, config.kv_heads, config.kv_heads))]
-        self.weight = source.concat([(f"{n}_proj.weight", (r, width)) for n, r in rows], cut=0)
-        self.bias = source.concat([(f"{n}_proj.bias", (r,)) for n, r in rows], cut=0) if bias else None
+        heads = list(zip("qkv", (config.heads, config.kv_heads, config.kv_heads), strict=True))
+        parts = [(f"{n}_proj", h * config.head_dim, Cut(0, h)) for n, h in heads]  # whole heads to each rank
+        self.weight = source.concat([(f"{n}.weight", (rows, width), cut) for n, rows, cut in parts])
+        self.bias = source.concat([(f"{n}.bias", (rows,), cut) for n, rows, cut in parts]) if bias else None
         self.q_norm, self.k_norm = (
             Norm(source, f"{n}_norm", config.head_dim, config.eps, ops).weight if qk_norm else None for n in "qk"
         )

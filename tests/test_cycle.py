@@ -1,0 +1,359 @@
+"""The cycle: no host and static shapes in any stage, stages that speak only through State and Tree, switches of shape,
+and the counts of scripted accept patterns."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from oracles import Forced, FreshHead, Replay, Transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from toys import BRANCH, NEXT, V, disturb, follow, pair
+
+from engine import Sampling, Shape, loading
+from engine.buffers import BACKLOG, State, Tree
+from engine.cache import Cache
+from engine.cycle import CatchUp, Cycle
+from engine.session import Session
+from kernels import REFERENCE
+from weights.capture import boundaries
+
+PLAIN = Shape(0, 1, 1)
+SHAPES = [PLAIN, Shape(1, 1, 2), Shape(3, 1, 4), Shape(4, 2, 8), Shape(5, 8, 64)]
+PROMPT = [9, 8, 7, 40, 2, 5, 33]
+pytestmark = pytest.mark.usefixtures("nan_memory")
+
+
+class NoHost(TorchDispatchMode):
+    """Refuses what waits for the device or gives a shape that depends on values."""
+
+    REFUSED = (
+        "_local_scalar_dense item is_nonzero equal allclose nonzero nonzero_numpy argwhere masked_select _unique2 "
+        "unique_dim unique_consecutive bincount histc"
+    ).split()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.split("::")[1]
+        masks = [
+            x
+            for x in (args[1] if name.startswith("index") and isinstance(args[1], list | tuple) else ())
+            if x is not None
+        ]
+        assert name not in self.REFUSED and not any(m.dtype == torch.bool for m in masks), func
+        assert func is not torch.ops.aten.repeat_interleave.Tensor, func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def history(toys):
+    return pair(toys.history(), toys.random_draft())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_no_stage_asks_the_host(history, shape):
+    """Mutants: int(tensor), a bool mask as index or .item() anywhere in a cycle or catch-up, result unchanged. (The mode
+    does not see .tolist(): the house test does.)"""
+    events = history.stream(PROMPT, Sampling(max_new_tokens=9), shape=shape)
+    next(events)
+    cycle = history.programs.cycle(1, shape, history.drafter, detail=True, stamped=False)
+    with NoHost():
+        cycle.run()
+        CatchUp(history.drafter, history.parts.cache, cycle.state).run()
+    events.close()
+
+
+@pytest.mark.parametrize(
+    "expression", ["int(x[0])", "x[x > 1]", "x.nonzero()", "x[0].item()", "bool(x.any())", "x.unique()"]
+)
+def test_the_mode_refuses(expression):
+    with pytest.raises((AssertionError, RuntimeError)), NoHost():
+        eval(expression, {"x": torch.arange(3)})
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_stage_has_static_shapes(toys, shape):
+    """All four stages, three slots, on tensors without values. Mutant: a slice by a length on the device."""
+    options = loading.Options(target=toys.history(), draft=toys.random_draft())
+    target, draft = loading.open_target(options), loading.open_draft(options)
+    capture = boundaries(draft.config, target.config.layers)
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        plan = loading.Plan(target, draft, capture, 128, REFERENCE, loading.TP(), torch.float32)
+        model, _, drafter, _ = plan.build(torch.device("cpu"))
+        kinds = {"target": model.cache_rows, "draft": drafter.cache_rows}
+        cache = Cache(kinds, 20, 4, torch.float32, torch.device("cpu"))
+        state = State.allocate(3, 12, model.features, torch.float32, torch.device("cpu"))
+        tree = Tree.allocate(3, shape, model.features, torch.float32, torch.device("cpu"), V)
+        cycle = Cycle(model, drafter, cache, state, tree, REFERENCE)
+        cycle.run()
+        CatchUp(drafter, cache, state).run()
+        assert tree.tokens.shape == (3, shape.draft_tokens) and state.seq_lens.shape == (3,)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_stages_speak_only_through_state_and_tree(history, shape, monkeypatch):
+    """Each stage by an object of its own, the Tree full of nonsense before each cycle. Mutants: something kept on the
+    cycle from draft to accept; a field of the Tree left from the cycle before."""
+    sampling = Sampling(max_new_tokens=30)
+    want = history.generate(PROMPT, sampling, shape=PLAIN).token_ids
+
+    def alone(self, stages=Cycle.stages):
+        t = self.tree
+        if t.shape.steps:
+            for x in (t.tokens, t.parents, t.depths, t.ancestors):
+                x.fill_(1 << 40)
+        for x in (t.target_ids, t.path, self.state.emitted):
+            x.fill_(1 << 40)
+        t.aux.fill_(float("nan"))
+        t.finite.zero_()
+        for stage in stages:
+            getattr(Cycle(self.target, self.drafter, self.cache, self.state, t, self.ops), stage)()
+
+    monkeypatch.setattr(Cycle, "run", alone)
+    assert history.generate([PROMPT, PROMPT[:3]], sampling, shape=shape)[0].token_ids == want
+
+
+def walked(case):
+    """What accept must give for one sequence, by hand: (path, emitted, matched, done, fault)."""
+    path, emitted, matched, fault = [0], [], 0, False
+    if case["done"]:
+        return [], [], None, True, False
+    while len(emitted) < case["limit"] - case["n"]:
+        node = path[-1]
+        if not case["finite"][node]:
+            fault = True
+            break
+        emitted.append(case["answers"][node])
+        if emitted[-1] in case["stops"]:
+            return path, emitted, matched, True, False
+        children = [
+            i for i, p in enumerate(case["parents"]) if i and p == node and case["tokens"][i] == case["answers"][node]
+        ]
+        if not children:
+            break
+        path.append(children[0])
+        matched += 1
+    return path, emitted, matched, fault or len(emitted) == case["limit"] - case["n"], fault
+
+
+def test_accept_walk_by_hand():
+    """600 random trees of four tokens, with stops, limits, ended slots and non-finite nodes. Mutants: the stop looked
+    for in the last token only; emitting past the limit; a non-finite node off the path that ends the sequence; a second
+    child preferred; an ended slot that emits."""
+    draw = random.Random(1)
+    t, depth = 7, 4
+    for _ in range(150):
+        cases = []
+        for _ in range(4):
+            parents = [0]
+            depths = [0]
+            for node in range(1, t):
+                parents.append(draw.choice([i for i in range(node) if depths[i] < depth - 1]))
+                depths.append(depths[parents[-1]] + 1)
+            cases.append(
+                dict(
+                    parents=parents,
+                    tokens=[draw.randrange(-1, 3) for _ in range(t)],
+                    answers=[draw.randrange(3) for _ in range(t)],
+                    finite=[draw.random() < 0.9 for _ in range(t)],
+                    n=10,
+                    limit=10 + draw.choice([1, 2, 3, 9]),
+                    stops=draw.choice([[], [], [2], [0, 2]]),
+                    done=draw.random() < 0.1,
+                )
+            )
+        ints = {
+            k: torch.tensor([c[k] for c in cases]) for k in ("parents", "tokens", "answers", "finite", "n", "limit")
+        }
+        stops = torch.tensor([(c["stops"] + [-1, -1])[:2] for c in cases])
+        path, emitted = torch.zeros(2, 4, depth, dtype=torch.int64)
+        lens, matched, fault, root = torch.zeros(4, 4, dtype=torch.int64)
+        done = torch.tensor([int(c["done"]) for c in cases])
+        REFERENCE.walk(
+            *(ints[k] for k in ("tokens", "parents", "answers", "finite", "n", "limit")),
+            *(stops, path, emitted, lens, matched, done, fault, root.fill_(-5)),
+        )
+        for i, case in enumerate(cases):
+            want_path, want, _, ended, broken = walked(case)
+            k = int(lens[i])
+            assert emitted[i, :k].tolist() == want and path[i, :k].tolist() == want_path[:k], case
+            assert (bool(done[i]), bool(fault[i])) == (ended, broken), case
+            assert int(root[i]) == (want[-1] if want else -5)
+
+
+def test_commit_reads_the_whole_path_first():
+    """Node 2 is read after row 2 was written, unless the path is read first; other rows stay. Mutants: rows moved one
+    by one from the end; all T rows moved; 32-bit or unpaged slots."""
+    pages = torch.tensor([[3, 1, 6], [2, 5, 4]], dtype=torch.int32)
+    storage = torch.arange(7 * 4, dtype=torch.float32)[None, None, :, None, None].expand(2, 2, 28, 1, 1).clone()
+    before = storage.clone()
+    prefix, path = torch.tensor([2, 5]), torch.tensor([[0, 2, 3, 7], [0, 3, 4, 6]])
+    REFERENCE.commit(storage, pages, prefix, path, torch.tensor([4, 2]), 4)
+
+    def slot(b, row):
+        return int(pages[b, row // 4]) * 4 + row % 4
+
+    moved = {
+        slot(b, int(prefix[b]) + k): slot(b, int(prefix[b] + path[b, k])) for b, n in ((0, 4), (1, 2)) for k in range(n)
+    }
+    for at in range(4, 28):
+        assert torch.equal(storage[:, :, at], before[:, :, moved.get(at, at)]), at
+
+
+# ------------------------------------------------------------------ B47: shapes that alternate
+ROUNDS = [Shape(1, 1, 2), Shape(3, 1, 4), PLAIN, Shape(5, 1, 6), Shape(3, 2, 8), PLAIN, PLAIN, Shape(4, 4, 16)]
+
+
+def test_requests_of_alternating_shapes(toys):
+    """30 requests in one process, chain, tree and plain in turn, two prompts of different length, MAP and HISTORY. One
+    program a (batch, shape), none added after the first time round. Mutants: programs found by too weak a key; one
+    built anew each time."""
+    engines = {
+        "map": pair(toys.map(), toys.map_draft()),
+        "history": pair(toys.history(), toys.random_draft()),
+    }
+    sampling = Sampling(max_new_tokens=12)
+    prompts = [PROMPT, [(3 * i) % V for i in range(20)]]
+    for name, engine in engines.items():
+        want = [engine.generate(p, sampling, shape=PLAIN).token_ids for p in prompts]
+        assert name == "history" or want == [follow(p[-1], 12, NEXT) for p in prompts]
+        for number, shape in zip(range(30), itertools.cycle(ROUNDS), strict=False):
+            for prompt, ids in zip(prompts, want, strict=True):
+                result = engine.generate(prompt, sampling, shape=shape)
+                assert result.token_ids == ids and result.shape == shape
+            if number == len(ROUNDS):
+                sizes = len(engine.graphs.entries), len(engine.programs.cycles), len(engine.programs.states)
+        assert sizes[0] == len(set(ROUNDS))
+        assert sizes == (len(engine.graphs.entries), len(engine.programs.cycles), len(engine.programs.states))
+        assert all(e.eager > 1 for e in engine.graphs.entries.values())
+
+
+def switching(engine, prompts, shapes, cap):
+    """Decode with a shape for each launch, in turn; -> requests, in order."""
+    requests = [engine._request(i, p, Sampling(max_new_tokens=cap)) for i, p in enumerate(prompts)]
+    session = Session(engine.programs, engine.pool, requests, len(prompts), shapes[0], 32, others=shapes)
+    engine.programs.state(len(prompts)).widen(engine.pool.pages_for(max(map(session.rows, requests))))
+    turns, launch = itertools.cycle(shapes), session._launch
+
+    def next_shape():
+        session.shape = next(turns)
+        return launch()
+
+    session._launch = next_shape
+    for _ in session.events():
+        pass
+    return requests
+
+
+@pytest.mark.parametrize("stretch", [1, 3, BACKLOG + 9], ids="{} plain rounds more".format)
+def test_shapes_switch_within_a_request(toys, stretch):
+    """Two requests, a new shape each round, plain rounds between and a long stretch of them: plain ids, and after every
+    switch the head's numbers are those of an uncached pass. Mutants: no catch-up after plain rounds; the backlog cut at
+    the next shape's path; catch-up positions or rows off by one."""
+    draft, prompts = toys.random_draft(), [PROMPT, [(11 * i + 3) % V for i in range(20)]]
+    engine = pair(toys.history(), draft, max_context=512)
+    cap = 60 if stretch < BACKLOG else 180
+    texts = [p + engine.generate(p, Sampling(max_new_tokens=cap + 20), shape=PLAIN).token_ids for p in prompts]
+    engine.drafter = Forced(engine.drafter, Replay(texts, V, 0.7, seed=2))
+    disturb(engine, float("nan"))
+    requests = switching(engine, prompts, [*ROUNDS, *[PLAIN] * stretch], cap)
+    assert [r.token_ids for r in requests] == [t[len(p) : len(p) + cap] for t, p in zip(texts, prompts, strict=True)]
+    model = Transformers(toys.history())
+    for slot, text in enumerate(texts):
+        head = FreshHead(draft, text, model.features(text, engine.target.boundaries))
+        rounds = [r for r in engine.drafter.rounds if r.seq_lens[slot] > 0]
+        assert len(rounds) > 8
+        for round in rounds:
+            head.check(round, slot)
+    assert engine.pool.free == engine.pool.size
+
+
+# ------------------------------------------------------------------ B51: counts
+@pytest.mark.parametrize("shape", [Shape(3, 1, 4), Shape(3, 2, 8)], ids=str)
+def test_counts_of_a_scripted_pattern(toys, shape):
+    """3, 0, 1, 2 drafts accepted of 3, a match after the miss in round three. Mutants: matches after a miss counted,
+    the bonus token in the rate, the prefill's token in the length, rates per emitted token."""
+    engine = pair(toys.map(), toys.map_draft())
+    prompt, right = [3, 9], torch.zeros(30, 3, dtype=torch.bool)
+    for n, row in {2: [1, 1, 1], 6: [0, 1, 1], 7: [1, 0, 1], 9: [1, 1, 0]}.items():
+        right[n] = torch.tensor(row, dtype=torch.bool)
+    text = follow(9, 40, NEXT)
+    engine.drafter = Replay([prompt + text], V, right.tolist())
+    result = engine.generate(prompt, Sampling(max_new_tokens=11), shape=shape)
+    stats = result.stats
+    assert result.token_ids == text[:11] and stats["output_tokens"] == 11
+    assert stats["emitted_per_cycle"] == [4, 1, 2, 3] and stats["cycles"] == 4
+    assert (stats["accept_length"], stats["accept_length_drafts"], stats["accept_rate"]) == (2.5, 1.5, 0.5)
+    assert stats["accept_rate_by_position"] == [0.75, 0.5, 0.25]
+
+    cut = engine.generate(prompt, Sampling(max_new_tokens=3), shape=shape).stats
+    assert (cut["emitted_per_cycle"], cut["accept_rate"]) == ([2], 2 / 3)
+    stopped = engine.generate(prompt, Sampling(max_new_tokens=20, stop_ids=[text[2]]), shape=shape).stats
+    assert (stopped["emitted_per_cycle"], stopped["accept_rate"]) == ([2], 2 / 3)
+    none = engine.generate(prompt, Sampling(max_new_tokens=1), shape=shape).stats
+    assert (none["cycles"], none["accept_length"], none["accept_rate"]) == (0, None, None)
+    plain = engine.generate(prompt, Sampling(max_new_tokens=5), shape=PLAIN).stats
+    assert (plain["emitted_per_cycle"], plain["accept_length"]) == ([1] * 4, 1.0)
+    assert (plain["accept_rate"], plain["accept_length_drafts"]) == (None, None)
+
+
+# ------------------------------------------------------------------ B22: non-finite logits
+def poisoned(toys, path, name, token, value=float("nan"), column=None):
+    def change(config, tensors):
+        tensors[name][token, slice(None) if column is None else column] = value
+
+    return toys.altered(path, change)
+
+
+@pytest.mark.parametrize("shape", [PLAIN, Shape(3, 1, 4), Shape(3, 2, 8)], ids=str)
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 6])
+def test_nan_of_the_target_names_its_position(toys, shape, steps):
+    """The target turns to NaN at one token of the text: what precedes is handed out, then the error names the position;
+    the next request is served. Mutants: finite not looked at past the root; argmax of NaN as an id; pages kept."""
+    start, token = 9, follow(9, steps, NEXT)[-1]
+    engine = pair(poisoned(toys, toys.map(), "model.embed_tokens.weight", token), toys.map_draft())
+    seen = []
+    with pytest.raises(RuntimeError, match=rf"non-finite logits at position {steps + 1}\b"):
+        for event in engine.stream([4, start], Sampling(max_new_tokens=20), shape=shape, details=False):
+            seen += event.tokens
+    assert seen == follow(start, steps, NEXT)
+    assert engine.pool.free == engine.pool.size
+    fine = NEXT[token]
+    count = V - 2  # all the way round to the token before the broken one
+    assert engine.generate([fine], Sampling(max_new_tokens=count), shape=shape).token_ids == follow(fine, count, NEXT)
+
+
+@pytest.mark.parametrize("value, row", [(float("nan"), 5), (float("inf"), 5), (float("nan"), slice(None))])
+def test_broken_target_head(toys, value, row):
+    """One NaN, one inf and a head of NaN: refused at the prompt's last position. Mutant: NaN compared and lost."""
+    column = None if row == slice(None) else 11
+    engine = pair(poisoned(toys, toys.map(), "lm_head.weight", row, value, column), toys.map_draft())
+    with pytest.raises(RuntimeError, match="non-finite logits at position 2"):
+        engine.generate([4, 3, 9], Sampling(max_new_tokens=9))
+    assert engine.pool.free == engine.pool.size
+
+
+@pytest.mark.parametrize("shape", [Shape(3, 1, 4), Shape(4, 4, 16)], ids=str)
+@pytest.mark.parametrize("value, row", [(float("nan"), 5), (float("inf"), 5), (float("nan"), slice(None))])
+def test_broken_draft_head(toys, value, row, shape):
+    """The same in the head: its proposals are dropped, the text is the target's. Mutants: a NaN proposal as an id
+    outside the vocabulary; a drafter's NaN that reaches the target."""
+    engine = pair(toys.map(), poisoned(toys, toys.map_draft(), "lm_head.weight", row, value))
+    result = engine.generate([4, 3, 9], Sampling(max_new_tokens=20), shape=shape)
+    assert result.token_ids == follow(9, 20, NEXT) and result.stats["accept_length"] == 1.0
+    for event in engine.stream([9], Sampling(max_new_tokens=6), shape=shape):
+        assert event.tree is None or set(event.tree.tokens[1:].tolist()) == {-1}
+
+
+def test_a_rejected_node_may_be_nan(toys):
+    """The target is NaN at tokens that are only ever proposed, never right. Mutant: a node's values that reach rows
+    which do not see it (zero times NaN)."""
+    target = toys.map()
+    for token in BRANCH:
+        target = poisoned(toys, target, "model.embed_tokens.weight", token)
+    start = NEXT[BRANCH[0]]
+    count = min(follow(start, V, NEXT).index(token) for token in BRANCH if token != BRANCH[0])
+    engine = pair(target, toys.fixed_draft(BRANCH))
+    assert count > 1
+    result = engine.generate([start], Sampling(max_new_tokens=count), shape=Shape(2, 4, 8))
+    assert result.token_ids == follow(start, count, NEXT)

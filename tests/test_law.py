@@ -1,0 +1,188 @@
+"""Law 1, op by op: a row's bits depend on the row alone, not on its neighbours, their number, order, batch or pages.
+
+Each test runs in Triton's interpreter (fp32, fp16) and compiled on a GPU (bf16 too).
+"""
+
+import pytest
+import torch
+from test_twins import RUNS, copies
+from twin_cases import Make, fill
+
+import kernels
+from kernels.routing import Routing
+
+ROWS = 21
+
+
+def same(a, b):
+    """Equal to the bit, NaN included."""
+    return torch.equal(a.view(torch.int32 if a.dtype == torch.float32 else torch.int16), b.view_as(a).view(
+        torch.int32 if a.dtype == torch.float32 else torch.int16)) if a.is_floating_point() else torch.equal(a, b)  # fmt: skip
+
+
+def row_ops(make):
+    """name -> (rows' own arguments, function of them): every op whose rows are independent of one another."""
+    ops, d, e, i, v = kernels.FUSED, 328, 20, 80, 150
+    gain, residual = make.gain(d), make.floats(ROWS, d)
+    x = make.floats(ROWS, d)
+    w, bias, gate = make.weight(75, d), make.floats(75), make.weight(e, d)
+    wide, tall = make.weight(e, 2 * i, d), make.weight(e, d, i)
+    vocabulary, rule = make.weight(v, d), Routing(4, True)
+    ids = torch.rand(ROWS, e, generator=make.generator).topk(4, 1).indices.to(make.device)
+    weights = torch.rand(ROWS, 4, generator=make.generator).to(make.device)
+    scores = make.floats(ROWS, 75)
+
+    def head(x):
+        logits = torch.full((x.shape[0], v), float("nan"), device=x.device)
+        return *ops.head(x, gain, 1e-6, vocabulary, 3, logits), logits
+
+    return {
+        "norm": ((x,), lambda x: (ops.norm(x, gain, 1e-6),)),
+        "linear": ((x, scores), lambda x, r: (ops.linear(x, w, bias, r),)),
+        "route": ((x,), lambda x: ops.route(x, gain, 1e-6, gate, rule)),
+        "experts": (
+            (x, ids, weights, residual),
+            lambda x, i, w, r: (ops.experts(x, i, w, wide, tall, "silu", r),),
+        ),
+        "mlp": ((x, residual), lambda x, r: (ops.mlp(x, gain, 1e-6, wide[0], tall[0], "silu", r),)),
+        "head": ((x,), head),
+        "draft_input": ((x, residual), lambda x, h: (ops.draft_input(x, gain, h, gain, 1e-6),)),
+    }
+
+
+@pytest.mark.parametrize("device, dtype", RUNS)
+@pytest.mark.parametrize("op", ["norm", "linear", "route", "experts", "mlp", "head", "draft_input"])
+def test_a_row_is_alone(op, device, dtype):
+    """Kills: sums whose order follows the number of rows; NaN of one row that reaches its tile."""
+    make = Make(dtype, device, 3)
+    own, run = row_ops(make)[op]
+    whole = run(*own)
+    assert all(torch.isfinite(y).all() for y in whole if y.is_floating_point())
+    order = torch.randperm(ROWS, generator=make.generator).to(device)
+    for mixed, straight in zip(run(*(x[order] for x in own)), whole, strict=True):
+        assert same(mixed, straight[order])
+    for n in (1, 2, 7, 8, 9, 16):
+        for part, straight in zip(run(*(x[ROWS - n :] for x in own)), whole, strict=True):
+            assert same(part, straight[ROWS - n :]), n
+    spoilt = list(own)
+    spoilt[0] = own[0].clone()
+    spoilt[0][::2] = float("nan")
+    for y, straight in zip(run(*spoilt), whole, strict=True):
+        assert same(y[1::2], straight[1::2])
+
+
+@pytest.mark.parametrize("device, dtype", RUNS)
+def test_a_head_without_logits_says_the_same(device, dtype):
+    """Plain callers take no logits; whoever asks for them must not change an id."""
+    make = Make(dtype, device, 5)
+    x, gain, weight = make.floats(5, 328), make.gain(328), make.weight(300, 328)
+    logits = torch.empty(5, 300, device=device)
+    silent = kernels.FUSED.head(x, gain, 1e-6, weight, 1)
+    asked = kernels.FUSED.head(x, gain, 1e-6, weight, 1, logits)
+    assert all(same(a, b) for a, b in zip(silent, asked, strict=True))
+    assert same(asked[0][:, 0], logits.gather(1, asked[1])[:, 0])
+
+
+@pytest.mark.parametrize("device, dtype", RUNS)
+def test_qkv_row_is_alone(device, dtype):
+    """One row of a batch of trees, and the same row by itself on other pages: same queries, same cached rows."""
+    make = Make(dtype, device, 7)
+    b, t, d, h, g, dh = 3, 5, 328, 4, 2, 20
+    x, gain, weight, norms = make.floats(b * t, d), make.gain(d), make.weight((h + 2 * g) * dh, d), make.gain(dh)
+    table = make.floats(64, 10, dtype=torch.float32)
+    start = make.ints([[3], [17], [30]])
+    at = start + torch.arange(t, device=device)
+
+    def run(rows, positions, pages, page):
+        planes = make.planes(2, pages, page, g, dh)
+        q = kernels.FUSED.qkv(
+            rows, gain, 1e-6, weight, None, norms, norms, table, positions, positions, pages, page, *planes
+        )
+        slots = pages.long().gather(1, positions // page) * page + positions % page
+        return q, planes[0][slots.view(-1)], planes[1][slots.view(-1)]
+
+    whole = run(x, at, make.pages(b, 10), 4)
+    for n in (0, 7, 14):
+        alone = run(x[n : n + 1], at.view(-1)[n].view(1, 1), make.pages(1, 3), 16)
+        assert all(same(one[0], all_[n]) for one, all_ in zip(alone, whole, strict=True)), n
+
+
+class Text:
+    """Keys, values and queries of positions 0..length-1, the same in every layout they are laid out in."""
+
+    def __init__(self, make, length, heads, groups, width):
+        self.make, self.width = make, width
+        self.q = make.floats(length, heads, width)
+        self.k, self.v = make.floats(length, groups, width), make.floats(length, groups, width)
+
+    def attend(self, layouts, page):
+        """layouts: for each sequence (prefix, nodes of a pass, path = node of each position past the prefix).
+
+        Rows off the path hold another random text. -> [B, T, H*Dh]; node path[i] is position prefix + i.
+        """
+        make, t = self.make, layouts[0][1]
+        columns = -(-(max(prefix for prefix, *_ in layouts) + t) // page)
+        pages = make.pages(len(layouts), columns)
+        planes = make.planes(2, pages, page, self.k.shape[1], self.width)
+        fill(make, planes, pages, page, [prefix + t for prefix, *_ in layouts])
+        q, bits = make.floats(len(layouts), t, *self.q.shape[1:]), []
+        for b, (prefix, _, path) in enumerate(layouts):
+            parents = list(range(-1, t - 1))
+            for above, node in zip((0, *path), path, strict=False):
+                parents[node] = above
+            parents[0] = 0
+            bits.append(make.path_bits(parents))
+            position = torch.arange(prefix + len(path), device=make.device)
+            row = torch.cat([position[:prefix], prefix + make.ints(path)])
+            slot = pages[b].long()[row // page] * page + row % page
+            planes[0][slot], planes[1][slot] = self.k[position], self.v[position]
+            q[b, path] = self.q[prefix : prefix + len(path)]
+        prefixes = make.ints([prefix for prefix, *_ in layouts])
+        y = kernels.FUSED.attention(q.flatten(0, 1), *planes, pages, prefixes, make.ints(bits), page, self.width**-0.5)
+        return y.view(len(layouts), t, -1)
+
+
+@pytest.mark.parametrize("device, dtype", RUNS)
+def test_attention_of_a_position_is_the_same_in_every_layout(device, dtype):
+    """Plain, chain and scattered tree; borders of pages, of splits and of the recent stretch; batch; page size.
+
+    Kills: splits counted from the prefix or the sequence's end, ancestors folded in node order, a border by sequence.
+    """
+    make = Make(dtype, device, 11)
+    text = Text(make, 700, 2, 1, 16)
+    for p in (3, 62, 63, 64, 79, 127, 128, 143, 191, 600):
+        plain = text.attend([(p, 1, (0,))], 16)[0, 0]
+        for depth, nodes, path, page in (
+            (3, 4, (0, 1, 2, 3), 16),
+            (3, 9, (0, 2, 5, 8), 4),
+            (1, 64, (0, 63), 64),
+            (5, 20, (0, 3, 4, 9, 15, 19), 1),
+        ):
+            if p >= depth:
+                y = text.attend([(p - depth, nodes, path)], page)[0, path[-1]]
+                assert same(y, plain), (p, path)
+        others = [(p, 9, (0,)), (650, 9, (0, 4)), (max(0, p - 2), 9, tuple(range(9))[: min(p, 2) + 1])]
+        y = text.attend(others, 16)
+        assert same(y[0, 0], plain) and same(y[2, min(p, 2)], plain), p
+
+
+@pytest.mark.parametrize("device, dtype", RUNS)
+def test_attention_of_a_deep_chain(device, dtype):
+    """64 nodes in a chain, each the same as plain decoding at its position: the recent stretch reaches past the prefix."""
+    make = Make(dtype, device, 13)
+    text = Text(make, 200, 2, 1, 16)
+    chain = text.attend([(100, 64, tuple(range(64)))], 16)
+    for node in (0, 20, 27, 28, 43, 44, 62, 63):
+        assert same(text.attend([(100 + node, 1, (0,))], 16)[0, 0], chain[0, node]), node
+
+
+def test_the_table_is_not_chosen_by_rows():
+    """The launch sizes of a product follow the matrix and the dtype; there is no argument for the rows."""
+    from kernels import tile
+
+    assert set(tile.tile_of.__code__.co_varnames[: tile.tile_of.__code__.co_argcount]) == {
+        "dtype",
+        "columns",
+        "outputs",
+    }
+    assert copies((1, "x")) == (1, "x")

@@ -1,0 +1,103 @@
+"""Each fused op against its reference: in Triton's interpreter on the CPU, compiled on a GPU.
+
+What each case kills: tests/twin_cases.py. Fresh memory is NaN, cache rows nobody may read are NaN.
+"""
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+from twin_cases import CASES
+
+import kernels
+
+CPU = pytest.mark.interpreter
+GPU = pytest.mark.gpu
+RUNS = [
+    pytest.param(device, dtype, marks=mark, id=f"{device}-{str(dtype)[6:]}")
+    for device, dtype, mark in (
+        ("cpu", torch.float32, CPU),
+        ("cpu", torch.float16, CPU),
+        ("cuda", torch.float32, GPU),
+        ("cuda", torch.float16, GPU),
+        ("cuda", torch.bfloat16, GPU),
+    )
+]
+TOLERANCE = {torch.float32: (2e-5, 1e-4), torch.float16: (4e-3, 1e-2), torch.bfloat16: (3e-2, 3e-2)}
+# what nobody reads, cut off the last two arguments: the cache's slot 0, the backlog's last row
+SCRATCH = {"qkv": lambda plane: plane[1:], "follow": lambda backlog: backlog[:, :-1]}
+
+
+@contextlib.contextmanager
+def fresh_memory_is_nan():
+    """torch.empty fills with NaN, integers with their greatest value."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def copies(value):
+    """Deep copy that keeps views of one storage (State's report) views of one storage."""
+    bases = {}
+
+    def copy(x):
+        if isinstance(x, tuple):
+            return tuple(copy(y) for y in x)
+        if not isinstance(x, torch.Tensor):
+            return x
+        base = x._base if x._base is not None else x
+        if id(base) not in bases:
+            bases[id(base)] = base.clone()
+        return torch.as_strided(bases[id(base)], x.size(), x.stride(), x.storage_offset())
+
+    return copy(value)
+
+
+def tensors(value):
+    """All tensors in a nest of tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for x in value:
+            yield from tensors(x)
+
+
+def test_every_op_has_cases():
+    assert set(CASES) == {f.name for f in dataclasses.fields(kernels.Ops)}
+
+
+def test_the_fused_table_is_whole():
+    names = [f.name for f in dataclasses.fields(kernels.Ops)]
+    same = [n for n in names if getattr(kernels.FUSED, n) is getattr(kernels.REFERENCE, n)]
+    assert same == []
+
+
+@pytest.mark.parametrize("device, dtype", RUNS)
+@pytest.mark.parametrize("op", [c for c in CASES if c != "stamp"])
+def test_twin(op, device, dtype):
+    atol, rtol = TOLERANCE[dtype]
+    for name, arguments in CASES[op](dtype, device):
+        ours, theirs = copies(arguments), copies(arguments)
+        expected = getattr(kernels.REFERENCE, op)(*theirs)
+        with fresh_memory_is_nan():
+            got = getattr(kernels.FUSED, op)(*ours)
+        pairs = list(zip(tensors((got, *ours)), tensors((expected, *theirs)), strict=True))
+        assert pairs
+        for number, (a, b) in enumerate(pairs):
+            if op in SCRATCH and number >= len(pairs) - 2:
+                a, b = SCRATCH[op](a), SCRATCH[op](b)
+            torch.testing.assert_close(
+                a, b, atol=atol, rtol=rtol, equal_nan=True, msg=lambda m, n=number, c=name: f"{op} {c}, tensor {n}: {m}"
+            )
+
+
+@pytest.mark.gpu
+def test_stamps_ascend():
+    stamps = torch.zeros(3, dtype=torch.int64, device="cuda")
+    for number in range(3):
+        kernels.FUSED.stamp(stamps, number)
+    first, second, third = stamps.tolist()
+    assert 0 < first <= second <= third < first + 60 * 10**9

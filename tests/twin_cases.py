@@ -1,0 +1,338 @@
+"""Arguments for every field of kernels.Ops: small, odd sizes, ties, NaN, pages in disorder, noise in unread rows.
+
+CASES[field](dtype, device) yields (name, arguments); the twins must agree on what they return and on what they write.
+"""
+
+import torch
+
+from kernels.attention import causal_bits
+from kernels.routing import Routing
+
+NOISE = float("nan")
+
+
+class Make:
+    """Seeded tensors of one dtype on one device."""
+
+    def __init__(self, dtype, device, seed=0):
+        self.dtype, self.device = dtype, device
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def floats(self, *shape, scale=1.0, dtype=None):
+        return (torch.randn(*shape, generator=self.generator) * scale).to(self.device, dtype or self.dtype)
+
+    def weight(self, *shape):
+        return self.floats(*shape, scale=shape[-1] ** -0.5)
+
+    def gain(self, n):
+        return (1 + 0.1 * torch.randn(n, generator=self.generator)).to(self.device, self.dtype)
+
+    def ints(self, values):
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def tie(self, weight, first, second):
+        """Give two rows equal products, often the best: one column only, so that no order of summation matters."""
+        weight[[first, second]] = 0
+        weight[[first, second], first % 5] = 3
+
+    def pages(self, batch, columns):
+        """A page table in disorder; page 0 is nobody's."""
+        order = torch.randperm(batch * columns, generator=self.generator) + 1
+        return order.view(batch, columns).to(self.device, torch.int32)
+
+    def tree(self, nodes):
+        """Parents of a random tree [T]."""
+        return [0] + [int(torch.randint(0, i, (1,), generator=self.generator)) for i in range(1, nodes)]
+
+    def path_bits(self, parents):
+        """Ancestor bitsets [T] of a tree, as signed 64-bit numbers."""
+        bits = [1]
+        for node, parent in enumerate(parents[1:], 1):
+            bits.append(bits[parent] | 1 << node)
+        return [b - (1 << 64) if b >> 63 else b for b in bits]
+
+    def planes(self, count, pages, page_size, heads, width):
+        """Cache planes of noise: [slots, heads, width] each."""
+        slots = (int(pages.max()) + 1) * page_size
+        shape = (slots, heads, width)
+        return [torch.full(shape, NOISE, dtype=self.dtype, device=self.device) for _ in range(count)]
+
+
+def fill(make, planes, pages, page_size, rows):
+    """Real numbers in the first rows[b] logical rows of each sequence; the rest stays noise."""
+    for b, n in enumerate(rows):
+        row = torch.arange(n, device=make.device)
+        slot = pages[b].long()[row // page_size] * page_size + row % page_size
+        for plane in planes:
+            plane[slot] = make.floats(n, *plane.shape[1:])
+
+
+def norm(dtype, device):
+    make = Make(dtype, device)
+    for n, d in ((1, 64), (5, 80), (9, 300), (2, 4100)):
+        yield f"{n}x{d}", (make.floats(n, d), make.gain(d), 1e-6)
+
+
+def linear(dtype, device):
+    make = Make(dtype, device)
+    for n, i, o, bias, residual in (
+        (1, 64, 48, False, False),
+        (9, 80, 100, True, True),
+        (17, 300, 33, False, True),
+        (3, 520, 64, True, False),
+        (8, 1024, 16, False, False),
+    ):
+        extra = make.floats(o) if bias else None, make.floats(n, o) if residual else None
+        yield f"{n}x{i}-{o}", (make.floats(n, i), make.weight(o, i), *extra)
+
+
+def qkv(dtype, device):
+    make = Make(dtype, device)
+    for b, t, d, h, g, dh, turned, page, normed, head_norm, bias in (
+        (1, 1, 64, 4, 2, 16, 16, 1, True, True, False),
+        (2, 5, 80, 6, 2, 20, 10, 4, True, False, True),
+        (3, 4, 96, 3, 1, 32, 32, 16, False, True, False),
+        (1, 9, 64, 4, 4, 24, 24, 64, False, False, False),
+    ):
+        columns = -(-40 // page)
+        pages = make.pages(b, columns)
+        planes = make.planes(2, pages, page, g, dh)
+        start = torch.randint(0, 20, (b, 1), generator=make.generator).to(device)
+        at = start + torch.arange(t, device=device)
+        index = torch.where(torch.arange(t, device=device) == t - 1, -1, at) if t > 1 else at
+        weight = make.weight((h + 2 * g) * dh, d)
+        extra = make.floats((h + 2 * g) * dh) if bias else None
+        norms = (make.gain(dh), make.gain(dh)) if head_norm else (None, None)
+        table = make.floats(64, turned, dtype=torch.float32)
+        first = make.gain(d) if normed else None
+        yield (
+            f"b{b}t{t}page{page}",
+            (make.floats(b * t, d), first, 1e-6, weight, extra, *norms, table, at, index, pages, page, *planes),
+        )
+
+
+def attention(dtype, device):
+    make = Make(dtype, device)
+    for b, t, h, g, dh, page, prefix, kind, window, sinks in (
+        (1, 1, 4, 2, 16, 1, [0], "tree", None, False),
+        (2, 1, 6, 2, 20, 4, [150, 7], "tree", None, False),
+        (2, 5, 8, 1, 32, 16, [140, 63], "chain", None, True),
+        (2, 7, 4, 2, 16, 64, [130, 64], "tree", 20, True),
+        (1, 40, 6, 2, 16, 16, [97], "tree", None, False),
+        (1, 64, 2, 1, 16, 16, [70], "tree", 33, False),
+        (2, 6, 4, 4, 16, 4, [79, 80], "causal", None, False),
+        (1, 90, 4, 2, 16, 16, [30], "causal", 40, False),
+    ):
+        columns = -(-(max(prefix) + t + 3) // page)
+        pages = make.pages(b, columns)
+        planes = make.planes(2, pages, page, g, dh)
+        fill(make, planes, pages, page, [n + t for n in prefix])
+        tree = None
+        if kind == "chain":
+            tree = causal_bits(t, device).expand(b, t)
+        elif kind == "tree":
+            tree = make.ints([make.path_bits(make.tree(t)) for _ in range(b)])
+        sink = make.floats(h) if sinks else None
+        yield (
+            f"{kind}{t}-{prefix[0]}-page{page}",
+            (make.floats(b * t, h, dh), *planes, pages, make.ints(prefix), tree, page, dh**-0.5, window, sink),
+        )
+
+
+def route(dtype, device):
+    make = Make(dtype, device)
+    for n, d, e, k, renormalise in ((1, 64, 16, 4, True), (9, 80, 100, 8, False), (5, 300, 6, 2, True)):
+        gate = make.weight(e, d)
+        make.tie(gate, 0, e - 1)
+        make.tie(gate, 1, e // 2)
+        yield f"{n}x{d}-{e}", (make.floats(n, d), make.gain(d), 1e-6, gate, Routing(k, renormalise))
+
+
+def experts(dtype, device):
+    make = Make(dtype, device)
+    for n, d, e, i, k, residual in ((1, 64, 16, 80, 4, True), (9, 80, 6, 48, 2, False), (37, 64, 20, 32, 8, True)):
+        scores = torch.rand(n, e, generator=make.generator)
+        scores[:, 0] += 0.5  # one expert that most rows share
+        ids = scores.topk(k, 1).indices.to(device)
+        weights = torch.rand(n, k, generator=make.generator).to(device)
+        extra = make.floats(n, d) if residual else None
+        gate_up, down = make.weight(e, 2 * i, d), make.weight(e, d, i)
+        yield f"{n}x{d}-{e}", (make.floats(n, d), ids, weights, gate_up, down, "silu", extra)
+
+
+def mlp(dtype, device):
+    make = Make(dtype, device)
+    for n, d, i, residual in ((1, 64, 80, True), (9, 80, 300, False), (17, 300, 64, True)):
+        extra = make.floats(n, d) if residual else None
+        yield (
+            f"{n}x{d}",
+            (make.floats(n, d), make.gain(d), 1e-6, make.weight(2 * i, d), make.weight(d, i), "silu", extra),
+        )
+
+
+def head(dtype, device):
+    make = Make(dtype, device)
+    for n, d, v, k, asked, spoilt in (
+        (1, 64, 100, 1, False, False),
+        (9, 80, 100, 4, True, False),
+        (4, 64, 333, 8, True, True),
+        (2, 64, 70, 70, False, False),
+        (5, 64, 4400, 64, False, True),
+    ):
+        weight = make.weight(v, d)
+        make.tie(weight, 3, v - 1)
+        make.tie(weight, 7, v // 2)
+        if spoilt:
+            weight[11, 0] = NOISE
+            weight[12, 0] = float("inf")
+        x = make.floats(n, d)
+        if spoilt:
+            x[0] = NOISE
+        logits = torch.full((n, v), NOISE, device=device) if asked else None
+        yield f"{n}x{d}-{v}-{k}", (x, make.gain(d), 1e-6, weight, k, logits)
+
+
+def draft_input(dtype, device):
+    make = Make(dtype, device)
+    for n, d in ((1, 64), (5, 80)):
+        yield f"{n}x{d}", (make.floats(n, d), make.gain(d), make.floats(n, d), make.gain(d), 1e-6)
+
+
+def grow(dtype, device):
+    make = Make(dtype, device)
+    for b, q, k, offset in ((1, 1, 1, 0), (2, 1, 4, 0), (2, 4, 4, 4), (1, 8, 8, 8), (1, 32, 32, 32)):
+        size = (b, offset + q * k + 3)
+        pool = (
+            torch.zeros(size, device=device),
+            torch.zeros(size, dtype=torch.int64, device=device),
+            torch.zeros(size, dtype=torch.int64, device=device),
+        )
+        values = make.floats(b, q, k, dtype=torch.float32).sort(-1, descending=True).values
+        if k > 1:
+            values[0, 0, 1] = values[0, 0, 0]  # a tie
+        lse = values.logsumexp(-1) + 0.5
+        if q > 1:
+            lse[0, 1] = NOISE  # a row that proposes nothing
+        ids = torch.randint(0, 1000, (b, q, k), generator=make.generator).to(device)
+        scores = make.floats(b, q, dtype=torch.float32)
+        nodes = torch.randint(-1, offset + 1, (b, q), generator=make.generator).to(device)
+        yield f"{q}x{k}", (values, ids, lse, scores, nodes, pool, offset)
+
+
+def choose(dtype, device):
+    make = Make(dtype, device)
+    for b, m, t in ((1, 3, 4), (2, 20, 8), (1, 150, 64), (2, 300, 2)):
+        parents = torch.tensor([make.tree(m + 1)[1:] for _ in range(b)]).to(device) - 1
+        scores, steps = torch.zeros(b, m), torch.rand(b, m, generator=make.generator)
+        steps[:, ::3] = 0  # a child that scores like its parent
+        for row in range(b):
+            for node in range(m):
+                parent = int(parents[row, node])
+                scores[row, node] = (scores[row, parent] if parent >= 0 else 0) - steps[row, node]
+        if m == 20:
+            scores[0, 9:] = float("-inf")
+        tokens = torch.randint(0, 1000, (b, m), generator=make.generator).to(device)
+        tree = [torch.full((b, t), 7, dtype=torch.int64, device=device) for _ in range(2)]
+        yield f"{m}-{t}", ((scores.to(device), tokens, parents), *tree)
+
+
+def ancestry(dtype, device):
+    make = Make(dtype, device)
+    for b, t in ((1, 1), (2, 7), (1, 64)):
+        parents = make.ints([make.tree(t) for _ in range(b)])
+        outputs = [torch.full((b, t), 7, dtype=torch.int64, device=device) for _ in range(2)]
+        yield f"{t}", (parents, *outputs, t - 1)
+
+
+def walk(dtype, device):
+    make = Make(dtype, device)
+    parents = [[0, 0, 0, 1, 2, 4], [0, 0, 1, 2, 3, 4]]
+    targets = [[5, 1, 6, 1, 8, 9], [3, 4, 5, 6, 7, 8]]
+    tokens = [[0, 4, 5, 1, 6, 8], [9, 3, 4, 5, 6, 7]]
+    cases = {
+        "walk": {},
+        "limit": {"limits": [12, 13]},
+        "stop": {"stop": [[6, -1], [5, 7]]},
+        "stop-at-limit": {"limits": [13, 12], "stop": [[8, -1], [4, -1]]},
+        "fault": {"finite": [[1, 1, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1]]},
+        "done": {"done": [1, 0], "finite": [[0] * 6, [1] * 6]},
+        "empty": {"done": [1, 1], "limits": [0, 0], "seq": [0, 0]},
+    }
+    for name, case in cases.items():
+        for steps in (1, 3, 6):
+            report = torch.zeros(2, 68, dtype=torch.int64, device=device)
+            report[:, 66] = make.ints(case.get("done", [0, 0]))
+            yield (
+                f"{name}-{steps}",
+                (
+                    make.ints(tokens),
+                    make.ints(parents),
+                    make.ints(targets),
+                    make.ints(case.get("finite", [[1] * 6] * 2)).bool(),
+                    make.ints(case.get("seq", [10, 10])),
+                    make.ints(case.get("limits", [100, 100])),
+                    make.ints(case.get("stop", [[-1, -1]] * 2)),
+                    torch.zeros(2, steps, dtype=torch.int64, device=device),
+                    report[:, :steps],
+                    report[:, 64],
+                    report[:, 65],
+                    report[:, 66],
+                    report[:, 67],
+                    make.ints([77, 78]),
+                ),
+            )
+
+
+def follow(dtype, device):
+    make = Make(dtype, device)
+    for width, lens, waiting in ((24, [3, 0], [1, 2]), (1300, [1, 4], [0, 5])):
+        report = make.ints([[11, 12, 13, 14, 15], [21, 22, 23, 24, 25]])
+        path = make.ints([[0, 2, 5, 6], [0, 1, 2, 3]])
+        backlog = make.ints(waiting)
+        tokens = torch.zeros(2, 10, dtype=torch.int64, device=device)
+        features = torch.zeros(2, 10, width, dtype=dtype, device=device)
+        yield (
+            f"{width}",
+            (report[:, :4], make.floats(2, 7, width), path, make.ints(lens), backlog, tokens, features),
+        )
+
+
+def commit(dtype, device):
+    make = Make(dtype, device)
+    for page, path, lens in (
+        (4, [[0, 2, 5, 7], [0, 1, 4, 4]], [4, 3]),  # 0, 2, 5 reads row 2 while row 2 is written
+        (1, [[0, 1, 2, 3], [0, 3, 5, 6]], [4, 0]),
+        (16, [[0, 1], [0, 63]], [1, 2]),
+        (64, [[0], [0]], [1, 1]),
+    ):
+        pages = make.pages(2, -(-90 // page))
+        slots = (int(pages.max()) + 1) * page
+        storage = make.floats(2, 2, slots, 2, 20)
+        yield f"page{page}", (storage, pages, make.ints([3, 9]), make.ints(path), make.ints(lens), page)
+
+
+def stamp(dtype, device):
+    yield "number", (torch.zeros(3, dtype=torch.int64, device=device), 1)
+
+
+CASES = {
+    f.__name__: f
+    for f in (
+        norm,
+        linear,
+        qkv,
+        attention,
+        route,
+        experts,
+        mlp,
+        head,
+        draft_input,
+        grow,
+        choose,
+        ancestry,
+        walk,
+        follow,
+        commit,
+        stamp,
+    )
+}
