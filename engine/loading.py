@@ -1,11 +1,11 @@
-"""From checkpoints to a target, a drafter and their cache: everything is checked and counted before a weight is read."""
+"""From checkpoints to a target, a drafter and their cache: all is checked and counted before a weight is read."""
 
 import time
 from dataclasses import dataclass, field
 
 import torch
 
-from kernels import REFERENCE, Ops
+from kernels import FUSED, REFERENCE, Ops
 from weights import AnyCheckpoint, Checkpoint, Refused, Renamed, Source, eos_ids, head_names, named, resolve
 from weights.capture import Capture, boundaries
 from weights.config import Eagle3Config, Qwen3MoeConfig
@@ -41,6 +41,7 @@ class Options:
     prefill_chunk: int = 512
     capture_layers: str | None = None
     reserve: int = MAX_NODES  # rows past the prefix that a cycle may write
+    ops: Ops | None = None  # the table of operations: fused on CUDA, reference on the CPU
 
 
 @dataclass
@@ -173,6 +174,7 @@ def load(options, progress=None):
     began = time.perf_counter()
     device = device_of(options.device)
     dtype, tp = dtype_of(options.dtype, device), TP()
+    ops = options.ops or (FUSED if device.type == "cuda" else REFERENCE)
     _sizes(options)
     target, draft = open_target(options), open_draft(options)
     max_context = _context(options, target.config)
@@ -182,7 +184,7 @@ def load(options, progress=None):
         capture = boundaries(draft.config, target.config.layers, options.capture_layers)
     elif options.capture_layers is not None:
         raise Refused(f"capture_layers: {options.capture_layers!r} needs a draft; there is none")
-    plan = Plan(target, draft, capture, max_context + options.reserve, REFERENCE, tp, dtype)
+    plan = Plan(target, draft, capture, max_context + options.reserve, ops, tp, dtype)
 
     dry = plan.build("meta")
     for source in (dry[1], dry[3]):
@@ -208,7 +210,7 @@ def load(options, progress=None):
         target=model,
         drafter=drafter,
         cache=Cache(kinds, pages, options.page_size, dtype, device),
-        ops=REFERENCE,
+        ops=ops,
         tp=tp,
         dtype=dtype,
         device=device,

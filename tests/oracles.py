@@ -106,7 +106,7 @@ class Replay:
 
 @dataclass
 class Round:
-    """What a real drafter did: committed rows [B], its tree [B, T], and for each step (logits [B, Q, Vd], tokens [B, K],
+    """What a real drafter did: committed rows [B], its tree [B, T]; for each step (logits [B, Q, Vd], tokens [B, K],
     source [B, K]): what the head said of each beam, and the next beam with the beam that each entry extends."""
 
     seq_lens: torch.Tensor

@@ -99,8 +99,8 @@ def test_borrowed_embedding_and_head(toys, texts, model):
 
 @pytest.mark.parametrize("chunk", [1, 5, 8, 23])
 def test_prefill_pieces_change_nothing(toys, chunk):
-    """B11: proposals and the draft's rows are those of a prompt prefilled whole. Mutant: the target's own guess in place
-    of the next prompt token at the end of a piece."""
+    """B11: proposals and the draft's rows are those of a prompt prefilled whole. Mutant: the target's guess in place of
+    the next prompt token at the end of a piece."""
     prompt = [(5 * i * i + 2) % V for i in range(23)]
     kept = []
     for pieces in (512, chunk):

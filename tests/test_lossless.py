@@ -51,7 +51,7 @@ def requests(texts):
 
 
 def test_plain_ids_are_those_of_transformers(toys, texts):
-    """One uncached pass over the text so far for every token. Mutants: cache row, position, page, norm or routing off."""
+    """One uncached pass over each text. Mutants: cache row, position, page, norm or routing off."""
     model = Transformers(toys.history())
     for prompt, text in zip(PROMPTS, texts, strict=True):
         logits = model(prompt + text[:-1])[0][len(prompt) - 1 :]

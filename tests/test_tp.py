@@ -86,8 +86,8 @@ def test_two_ranks_are_one(toys, tmp_path):
 
 @pytest.mark.parametrize("size, heads", [(4, {}), (2, {"kv_heads": 1})])
 def test_a_size_that_cuts_a_key_head_is_refused(toys, monkeypatch, size, heads):
-    """B41: a target's two key heads over 4 ranks, a head's one over 2; named with the sizes that work. Mutant: heads cut
-    in the middle, because their rows divide."""
+    """B41: a target's two key heads over 4 ranks, a head's one over 2; named with the sizes that work. Mutant: heads
+    cut in the middle, because their rows divide."""
     monkeypatch.setattr(loading, "TP", lambda: TP(0, size))
     with pytest.raises(Refused, match=rf"k_proj.weight.*{size // 2} equal parts.*size {size}.*work: 1"):
         pair(toys.history(), toys.random_draft(**heads))
