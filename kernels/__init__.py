@@ -1,9 +1,24 @@
 """Every operation the engine calls, as one table of functions: a torch reference beside each fused twin."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from . import accept, attention, commit, draft_input, experts, head, linear, mlp, norm, qkv, routing, stamp, tree
+from . import (
+    accept,
+    attention,
+    commit,
+    draft_input,
+    experts,
+    head,
+    linear,
+    mlp,
+    norm,
+    prefill,
+    qkv,
+    routing,
+    stamp,
+    tree,
+)
 
 
 @dataclass(frozen=True)
@@ -65,3 +80,6 @@ FUSED = Ops(
     commit=commit.fused,
     stamp=stamp.fused,
 )
+
+# for passes over a prompt: many rows, causal, never part of a cycle
+PREFILL = replace(FUSED, **prefill.OPERATIONS)

@@ -120,7 +120,7 @@ def _stretch(last, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _slot(pages_ptr, row, inside, PAGE: tl.constexpr):
+def slot_of(pages_ptr, row, inside, PAGE: tl.constexpr):
     """Slots (int64) of logical rows; pages_ptr: the sequence's row of the table. Rows outside are slot 0."""
     page = tl.load(pages_ptr + row // PAGE, mask=inside, other=0).to(tl.int64)
     return page * PAGE + tl.where(inside, row % PAGE, 0)
@@ -187,7 +187,7 @@ def _splits(
             seen = live[:, None] & (key[None, :] < edge[:, None])
             if WINDOW:
                 seen = seen & (key[None, :] > last[:, None] - window)
-            slot = _slot(pages_ptr, key, inside, PAGE)
+            slot = slot_of(pages_ptr, key, inside, PAGE)
             top, norm, total = _fold(
                 q, k_ptr, v_ptr, slot, inside, seen, scale, top, norm, total, head, groups, DK, DV, BK, BV
             )
@@ -223,7 +223,7 @@ def _recent(
         seen = live[:, None] & inside[None, :]
         if WINDOW:
             seen = seen & (position > last - window)[None, :]
-        slot = _slot(pages_ptr, key, inside, PAGE)
+        slot = slot_of(pages_ptr, key, inside, PAGE)
         top, norm, total = _fold(
             q, k_ptr, v_ptr, slot, inside, seen, scale, top, norm, total, head, groups, DK, DV, BK, BV
         )
@@ -237,21 +237,21 @@ def _partials(
     SPLIT: tl.constexpr, LANES: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, RECENT: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (x, g, s): x < LANES folds the splits of lane x for tile s of BT queries and their heads of group g,
-    x = LANES + i the recent stretch of the tile's query i. Each writes one partial."""
-    lane, head, tiles = tl.program_id(0), tl.program_id(1), tl.cdiv(t, BT)
+    """Program (x, g, s): x < BT folds the recent stretch of query x of tile s (BT queries) for the heads of group g,
+    x = BT + i the tile's splits of lane i. Each writes one partial."""
+    lane, head, tiles = tl.program_id(0) - BT, tl.program_id(1), tl.cdiv(t, BT)
     b, first = tl.program_id(2) // tiles, tl.program_id(2) % tiles * BT
     prefix = tl.load(prefix_ptr + b).to(tl.int32)  # positions fit 32 bits, slots and elements need 64
     pages_ptr += b.to(tl.int64) * columns
     line0 = b.to(tl.int64) * t
-    if lane < LANES:
+    if lane >= 0:
         _splits(
             q_ptr, k_ptr, v_ptr, pages_ptr, prefix, tree_ptr, total_ptr, stat_ptr, line0, first, lane, t,
             columns * PAGE, head, groups, scale, window,
             PAGE, R, DK, DV, TREE, WINDOW, SPLIT, LANES, BT, BR, BK, BV, STAGES,
         )  # fmt: skip
     else:
-        row = first + lane - LANES
+        row = first + lane + BT
         if row < t:
             _recent(
                 q_ptr, k_ptr, v_ptr, pages_ptr, prefix, tree_ptr, total_ptr, stat_ptr, line0 + row, row,
@@ -318,11 +318,12 @@ def fused(q, k_plane, v_plane, pages, prefix, tree, page_size, scale, window=Non
         q.dtype, heads, groups, width_k, width_v, page_size, tree is not None, window is not None
     )
     lanes, tile = constants["LANES"], constants["BT"]
+    reached = min(lanes, -(-pages.shape[1] * page_size // constants["SPLIT"]))  # lanes that may have a key at all
     totals = torch.empty(rows, heads, lanes + 1, width_v, dtype=torch.float32, device=q.device)
     stats = torch.empty(rows, heads, lanes + 1, 2, dtype=torch.float32, device=q.device)
     y = q.new_empty(rows, heads * width_v)
     tree = None if tree is None else tree.contiguous()
-    _partials[(lanes + tile, groups, b * triton.cdiv(t, tile))](
+    _partials[(tile + reached, groups, b * triton.cdiv(t, tile))](
         q.contiguous(), k_plane, v_plane, pages, prefix, tree, totals, stats, t, pages.shape[1], groups,
         scale * 1.4426950408889634, window or 0, **constants, **options,
     )  # fmt: skip

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .attention import slot_of
 from .cache_write import slots
 
 
@@ -22,12 +23,6 @@ def reference(storage, pages, prefix, path, accept_lens, page_size):
     storage[:, :, dst] = storage[:, :, src]  # the right side is a copy: the whole path is read before any store
 
 
-@triton.jit
-def _slot(pages_ptr, row, inside, PAGE: tl.constexpr):
-    page = tl.load(pages_ptr + row // PAGE, mask=inside, other=0).to(tl.int64)
-    return page * PAGE + row % PAGE
-
-
 @triton.jit(do_not_specialize=["columns", "steps"])
 def _move(
     storage_ptr, pages_ptr, prefix_ptr, path_ptr, lens_ptr, lens_stride, columns, steps, plane, width,
@@ -40,7 +35,7 @@ def _move(
     keep = keep & (node != k)  # a row already in its place is neither read nor written
     prefix = tl.load(prefix_ptr + b)
     pages_ptr += b.to(tl.int64) * columns
-    source, target = _slot(pages_ptr, prefix + node, keep, PAGE), _slot(pages_ptr, prefix + k, keep, PAGE)
+    source, target = slot_of(pages_ptr, prefix + node, keep, PAGE), slot_of(pages_ptr, prefix + k, keep, PAGE)
     lane = tl.program_id(0) * BW + tl.arange(0, BW)
     inside = keep[:, None] & (lane < width)[None, :]
     storage_ptr += tl.program_id(1).to(tl.int64) * plane

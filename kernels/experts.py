@@ -21,7 +21,7 @@ def _pairs(x, ids, weights, gate_up, down, act):
 
 def _all_experts(x, ids, weights, gate_up, down, act):
     """All experts as one wide MLP whose unchosen columns count zero: static shapes, few launches, for many rows."""
-    (e, width, d), share = gate_up.shape, weights.new_zeros(len(x), len(gate_up)).scatter(1, ids, weights)
+    (e, width, _), share = gate_up.shape, weights.new_zeros(len(x), len(gate_up)).scatter(1, ids, weights)
     wide, tall = gate_up.float().flatten(0, 1).T, down.float().transpose(1, 2).flatten(0, 1)
     parts = []
     for rows, part in zip(x.split(WIDE // (e * width) + 1), share.split(WIDE // (e * width) + 1), strict=True):
@@ -150,26 +150,26 @@ def _combine(part_ptr, weights_ptr, residual_ptr, y_ptr, choices, columns, RESID
     tl.store(y_ptr + row * columns + at, total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-def _tiles(pairs, experts):
-    """Most tiles that `pairs` pairs can make: every tile but one an expert is full."""
+def _tiles(pairs, experts, rows):
+    """Most tiles of `rows` places that `pairs` pairs can make: every tile but one an expert is full."""
     touched = min(pairs, experts)
-    return touched + (pairs - touched) // ROWS
+    return touched + (pairs - touched) // rows
 
 
-def _grouping(experts):
+def _grouping(experts, rows=ROWS):
     """Sizes of `_group`."""
     lanes = max(16, up(experts))
-    return {"BP": max(16, 16384 // lanes // 2), "BE": lanes, "BR": ROWS}
+    return {"BP": max(16, 16384 // lanes // 2), "BE": lanes, "BR": rows}
 
 
-def group(ids, experts):
-    """Pairs [N, k] by expert: order [tiles * ROWS] and expert [tiles], int32 (see `_group`)."""
+def group(ids, experts, rows=ROWS):
+    """Pairs [N, k] by expert in tiles of `rows`: order [tiles * rows] and expert [tiles], int32 (see `_group`)."""
     pairs = ids.numel()
-    tiles = _tiles(pairs, experts)
+    tiles = _tiles(pairs, experts, rows)
     order, expert, rank = (
-        torch.empty(n, dtype=torch.int32, device=ids.device) for n in (tiles * ROWS, tiles, max(1, pairs))
+        torch.empty(n, dtype=torch.int32, device=ids.device) for n in (tiles * rows, tiles, max(1, pairs))
     )
-    _group[(1,)](ids.contiguous(), order, expert, rank, pairs, tiles, experts, **_grouping(experts), num_warps=8)
+    _group[(1,)](ids.contiguous(), order, expert, rank, pairs, tiles, experts, **_grouping(experts, rows), num_warps=8)
     return order, expert
 
 
@@ -185,7 +185,7 @@ def combine(parts, weights, residual, like):
 
 
 def fused(x, ids, weights, gate_up, down, activation, residual=None):
-    """The twin of `reference`: pairs by expert on the device, each tile's weights streamed once; no host, static grid."""
+    """The twin of `reference`: pairs by expert on the device, each tile's weights streamed once; static grid."""
     x, (experts, columns, width) = x.contiguous(), down.shape
     order, expert = group(ids, experts)
     pairs, choices, tiles = ids.numel(), ids.shape[1], expert.numel()

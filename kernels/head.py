@@ -44,7 +44,7 @@ def _vocabulary(
     LOGITS: tl.constexpr, KEPT: tl.constexpr,
     BO: tl.constexpr, SPLIT: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (v, r): BO logits of row tile r; their best KEPT as ordered keys, their maximum and sum of exponentials."""
+    """Program (v, r): BO logits of row tile r; their best KEPT as ordered keys, their maximum and sum of exps."""
     block, blocks = tl.program_id(0), tl.num_programs(0)
     out = block * BO + tl.arange(0, BO)
     row = tl.program_id(1) * BR + tl.arange(0, BR)

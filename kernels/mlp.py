@@ -46,7 +46,7 @@ def _gate_up(
 
 
 def fused(x, norm_weight, eps, gate_up, down, activation, residual=None):
-    """The twin of `reference`: norm, both projections and the activation in one launch, down and residual in another."""
+    """The twin of `reference`: norm, gate, up and activation in one launch, down and residual in another."""
     (rows, columns), width, x = x.shape, down.shape[1], x.contiguous()
     h, tile = x.new_empty(rows, width), tile_of(x.dtype, columns, outputs=32)
     _gate_up[(triton.cdiv(width, tile.outputs // 2), groups(rows))](

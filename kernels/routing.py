@@ -62,17 +62,21 @@ def _best(
     tl.store(weights_ptr + row * top_k + choice, weights, mask=choice < top_k)
 
 
-def fused(x, norm_weight, eps, gate, rule):
-    """The twin of `reference`: norm; projection to fp32 logits; softmax and choice."""
-    normed = norm.fused(x, norm_weight, eps)
-    logits = linear.project(normed, None, 0.0, gate, dtype=torch.float32)
+def best(logits, rule):
+    """Logits [N, E] fp32 -> ids [N, k], weights [N, k]."""
     (rows, experts), k = logits.shape, rule.top_k
-    ids = torch.empty(rows, k, dtype=torch.int64, device=x.device)
-    weights = torch.empty(rows, k, dtype=torch.float32, device=x.device)
+    ids = torch.empty(rows, k, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(rows, k, dtype=torch.float32, device=logits.device)
     _best[(rows,)](
         logits, ids, weights, experts, k, RENORMALISE=rule.renormalise, BE=max(32, up(experts)), BK=up(k), num_warps=1
     )
-    return normed, ids, weights
+    return ids, weights
+
+
+def fused(x, norm_weight, eps, gate, rule):
+    """The twin of `reference`: norm; projection to fp32 logits; softmax and choice."""
+    normed = norm.fused(x, norm_weight, eps)
+    return normed, *best(linear.project(normed, None, 0.0, gate, dtype=torch.float32), rule)
 
 
 def specimens():

@@ -2,8 +2,8 @@
 
 Law 1 lives here. Rows come in tiles of ROWS whatever their number is; weights are the M of every matrix product and the
 rows its N, so a row is one column that no other row touches. The columns of a weight matrix are dealt to `split` warps
-in pieces of `depth`, each warp adds its pieces in ascending order and the warps' sums are added by one fixed tree. Sizes
-follow from dtype and matrix alone, never from how many rows ride along; arguments that change with the rows are not
+in pieces of `depth`, each warp adds its pieces in ascending order, one fixed tree adds the warps' sums. Sizes follow
+from dtype and matrix alone, never from how many rows ride along; arguments that change with the rows are not
 specialised on, so that one binary serves all of them.
 """
 

@@ -1,5 +1,5 @@
-"""What is refused and what has an effect: trees that cannot be (B15), options (B16), broken checkpoints and pairs that do
-not fit, in a process that goes on (B33, B07)."""
+"""What is refused and what has an effect: trees that cannot be (B15), options (B16), broken checkpoints and pairs that
+do not fit, in a process that goes on (B33, B07)."""
 
 import os
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""What a request may ask and how it ends: end ids inside a run (B25), caps (B28), empty and overlong prompts (B31, B32),
-streams that meet."""
+"""What a request may ask and how it ends: end ids inside a run (B25), caps (B28), empty and overlong prompts (B31,
+B32), streams that meet."""
 
 from pathlib import Path
 
@@ -9,9 +9,23 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from toys import NEXT, V, follow, pair
 
 from engine import Refused, Sampling, Shape
+from engine.request import Request
 
 PLAIN, CHAIN, TREE = Shape(0, 1, 1), Shape(3, 1, 4), Shape(3, 2, 8)
 pytestmark = pytest.mark.usefixtures("nan_memory")
+
+
+@pytest.fixture(autouse=True)
+def cuts_on_the_device(monkeypatch):
+    """The cycle itself ends a sequence: the host, which looks again, finds nothing left to cut off."""
+    receive = Request.receive
+
+    def checked(self, tokens, *args):
+        kept, text = receive(self, tokens, *args)
+        assert kept == tokens
+        return kept, text
+
+    monkeypatch.setattr(Request, "receive", checked)
 
 
 @pytest.fixture(scope="module")

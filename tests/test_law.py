@@ -5,7 +5,7 @@ Each test runs in Triton's interpreter (fp32, fp16) and compiled on a GPU (bf16 
 
 import pytest
 import torch
-from test_twins import RUNS, copies
+from test_twins import RUNS
 from twin_cases import Make, fill
 
 import kernels
@@ -16,8 +16,10 @@ ROWS = 21
 
 def same(a, b):
     """Equal to the bit, NaN included."""
-    return torch.equal(a.view(torch.int32 if a.dtype == torch.float32 else torch.int16), b.view_as(a).view(
-        torch.int32 if a.dtype == torch.float32 else torch.int16)) if a.is_floating_point() else torch.equal(a, b)  # fmt: skip
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    bits = torch.int32 if a.dtype == torch.float32 else torch.int16
+    return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
 
 
 def row_ops(make):
@@ -150,13 +152,15 @@ def test_attention_of_a_position_is_the_same_in_every_layout(device, dtype):
     """
     make = Make(dtype, device, 11)
     text = Text(make, 700, 2, 1, 16)
-    for p in (3, 62, 63, 64, 79, 127, 128, 143, 191, 600):
+    few = (3, 63, 79, 128, 600)  # the interpreter is slow
+    for p in few if device == "cpu" else (*few, 62, 64, 65, 78, 80, 126, 127, 129, 142, 143, 144, 190, 191, 192, 255):
         plain = text.attend([(p, 1, (0,))], 16)[0, 0]
         for depth, nodes, path, page in (
             (3, 4, (0, 1, 2, 3), 16),
             (3, 9, (0, 2, 5, 8), 4),
-            (1, 64, (0, 63), 64),
+            (1, 20, (0, 19), 64),
             (5, 20, (0, 3, 4, 9, 15, 19), 1),
+            *(() if device == "cpu" else ((1, 64, (0, 63), 64), (4, 64, (0, 7, 30, 31, 63), 16))),
         ):
             if p >= depth:
                 y = text.attend([(p - depth, nodes, path)], page)[0, path[-1]]
@@ -168,21 +172,9 @@ def test_attention_of_a_position_is_the_same_in_every_layout(device, dtype):
 
 @pytest.mark.parametrize("device, dtype", RUNS)
 def test_attention_of_a_deep_chain(device, dtype):
-    """64 nodes in a chain, each the same as plain decoding at its position: the recent stretch reaches past the prefix."""
+    """64 nodes in a chain, each the same as plain decoding: the recent stretch reaches past the prefix."""
     make = Make(dtype, device, 13)
     text = Text(make, 200, 2, 1, 16)
     chain = text.attend([(100, 64, tuple(range(64)))], 16)
     for node in (0, 20, 27, 28, 43, 44, 62, 63):
         assert same(text.attend([(100 + node, 1, (0,))], 16)[0, 0], chain[0, node]), node
-
-
-def test_the_table_is_not_chosen_by_rows():
-    """The launch sizes of a product follow the matrix and the dtype; there is no argument for the rows."""
-    from kernels import tile
-
-    assert set(tile.tile_of.__code__.co_varnames[: tile.tile_of.__code__.co_argcount]) == {
-        "dtype",
-        "columns",
-        "outputs",
-    }
-    assert copies((1, "x")) == (1, "x")

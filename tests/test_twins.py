@@ -11,6 +11,7 @@ import torch
 from twin_cases import CASES
 
 import kernels
+from kernels.prefill import OPERATIONS
 
 CPU = pytest.mark.interpreter
 GPU = pytest.mark.gpu
@@ -75,23 +76,39 @@ def test_the_fused_table_is_whole():
     assert same == []
 
 
+def compare(table, op, name, arguments, dtype):
+    """Run one case through a table and through REFERENCE; compare all that either returned or wrote."""
+    atol, rtol = TOLERANCE[dtype]
+    ours, theirs = copies(arguments), copies(arguments)
+    expected = getattr(kernels.REFERENCE, op)(*theirs)
+    with fresh_memory_is_nan():
+        got = getattr(table, op)(*ours)
+    pairs = list(zip(tensors((got, *ours)), tensors((expected, *theirs)), strict=True))
+    assert pairs
+    for number, (a, b) in enumerate(pairs):
+        if op in SCRATCH and number >= len(pairs) - 2:
+            a, b = SCRATCH[op](a), SCRATCH[op](b)
+        torch.testing.assert_close(
+            a, b, atol=atol, rtol=rtol, equal_nan=True, msg=lambda m, n=number: f"{op} {name}, tensor {n}: {m}"
+        )
+
+
 @pytest.mark.parametrize("device, dtype", RUNS)
 @pytest.mark.parametrize("op", [c for c in CASES if c != "stamp"])
 def test_twin(op, device, dtype):
-    atol, rtol = TOLERANCE[dtype]
     for name, arguments in CASES[op](dtype, device):
-        ours, theirs = copies(arguments), copies(arguments)
-        expected = getattr(kernels.REFERENCE, op)(*theirs)
-        with fresh_memory_is_nan():
-            got = getattr(kernels.FUSED, op)(*ours)
-        pairs = list(zip(tensors((got, *ours)), tensors((expected, *theirs)), strict=True))
-        assert pairs
-        for number, (a, b) in enumerate(pairs):
-            if op in SCRATCH and number >= len(pairs) - 2:
-                a, b = SCRATCH[op](a), SCRATCH[op](b)
-            torch.testing.assert_close(
-                a, b, atol=atol, rtol=rtol, equal_nan=True, msg=lambda m, n=number, c=name: f"{op} {c}, tensor {n}: {m}"
-            )
+        compare(kernels.FUSED, op, name, arguments, dtype)
+
+
+@pytest.mark.parametrize("device, dtype", RUNS)
+@pytest.mark.parametrize("op", sorted(OPERATIONS))
+def test_prefill_twin(op, device, dtype):
+    for name, arguments in CASES[op](dtype, device):
+        if op == "attention" and not name.startswith("causal"):
+            with pytest.raises(ValueError, match="causal"):
+                kernels.PREFILL.attention(*arguments)
+        else:
+            compare(kernels.PREFILL, op, name, arguments, dtype)
 
 
 @pytest.mark.gpu
