@@ -50,8 +50,19 @@ class Engine:
         for wanted in (engine.shape, *shapes):
             engine._check(wanted)
         for wanted in shapes:
-            engine.programs.prepare(1, wanted, None if wanted == PLAIN else parts.drafter)
+            engine.prepare(wanted)
         return engine
+
+    def prepare(self, shape, requests=1, profile=None):
+        """Capture the cycle of `shape` for so many requests at once ahead of its first use; nothing on the CPU."""
+        self._idle()
+        self._check(shape)
+        drafter = None if shape == PLAIN else self.parts.drafter
+        self.programs.prepare(self._batch(requests), shape, drafter, stamped=profile is not None)
+
+    def _batch(self, requests):
+        """Slots for so many requests: a power of two, at most max_batch."""
+        return min(self.options.max_batch, 1 << (max(1, requests) - 1).bit_length())
 
     @property
     def target(self):
@@ -144,7 +155,7 @@ class Engine:
         """Check that all of it can be served, then hand out the events' generator."""
         self._idle()
         self._check(shape)
-        batch = min(self.options.max_batch, 1 << (max(1, len(requests)) - 1).bit_length())
+        batch = self._batch(len(requests))
         chunk = self.options.prefill_chunk
         session = Session(self.programs, self.pool, requests, batch, shape, chunk, detail=detail, profile=profile)
         rows = [session.rows(request) for request in requests]

@@ -13,6 +13,7 @@ from weights.config import Refused
 
 from . import options, prompts, report
 from .engine import Engine
+from .profile import Profile
 from .request import Sampling
 from .session import NonFinite
 from .shape import PLAIN
@@ -56,7 +57,10 @@ def run(o) -> None:
             decode(engine, [(requests[0][0], sampling(o, 0, WARM_UP))], warm, Quiet())
         before = launches(engine)
         plain = decode(engine, requests, PLAIN, Quiet())
-    done = decode(engine, requests, shape, Typewriter() if o.batch == 1 else InOrder())
+    out = Typewriter() if o.batch == 1 else InOrder()
+    profile = Profile() if o.profile else None
+    engine.prepare(shape, len(requests), profile=profile)
+    done = decode(engine, requests, shape, out, profile)
     if o.compare:
         compare = report.comparison(plain, done)
     say(report.decoded(done, compare, sum(prompt.templated for prompt in given)))
@@ -115,11 +119,11 @@ def encode(engine: Engine, prompt: prompts.Prompt) -> list[int]:
         raise Refused(f"{prompt.where}{error}") from None
 
 
-def decode(engine: Engine, requests: list[tuple[list[int], Sampling]], shape, out) -> report.Run:
-    """Decode all requests, each event shown to `out`."""
+def decode(engine: Engine, requests: list[tuple[list[int], Sampling]], shape, out, profile=None) -> report.Run:
+    """Decode all requests, each event shown to `out`; profile: an engine.profile.Profile that takes stage times."""
     results, spans = {}, {}
     before = sum(sum(counts) for counts in launches(engine).values())
-    for event in engine.stream_all(*map(list, zip(*requests, strict=True)), shape=shape):
+    for event in engine.stream_all(*map(list, zip(*requests, strict=True)), shape=shape, profile=profile):
         out.show(event)
         request = event.request
         if request.finished:
@@ -127,7 +131,8 @@ def decode(engine: Engine, requests: list[tuple[list[int], Sampling]], shape, ou
             spans[request.index] = (request.first, request.last)
     after = sum(sum(counts) for counts in launches(engine).values())
     order = sorted(results)
-    return report.Run([results[i] for i in order], [spans[i] for i in order], after - before)
+    stages = None if profile is None else profile.medians()
+    return report.Run([results[i] for i in order], [spans[i] for i in order], after - before, stages)
 
 
 def launches(engine: Engine) -> dict[tuple[int, str], tuple[int, int]]:

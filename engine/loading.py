@@ -10,7 +10,7 @@ from weights import AnyCheckpoint, Checkpoint, Refused, Renamed, Source, eos_ids
 from weights.capture import Capture, boundaries
 from weights.config import Eagle3Config, Qwen3MoeConfig
 from weights.formats import format_of
-from weights.heads import tolerated
+from weights.heads import check_table, tolerated
 
 from . import memory
 from .buffers import MAX_NODES
@@ -97,6 +97,11 @@ class Opened:
     folder: object
 
 
+def _config(checkpoint):
+    """Where a config's keys stand, for messages."""
+    return f"{checkpoint.where}/config.json"
+
+
 def _reduced(raw, layers):
     return raw if layers is None else {**raw, "num_hidden_layers": layers}
 
@@ -116,8 +121,8 @@ def open_target(options):
     names = checkpoint.config.get("architectures")
     reader = CONFIGS.get(names[0]) if isinstance(names, list) and len(names) == 1 else None
     if reader is None:
-        raise Refused(f"{checkpoint.where}: key 'architectures' is {names!r}; supported targets: {', '.join(CONFIGS)}")
-    return Opened(checkpoint, reader.read(checkpoint.config, checkpoint.where, checkpoint.generation), folder)
+        raise Refused(f"{_config(checkpoint)}: key 'architectures' is {names!r}; supported targets: {', '.join(CONFIGS)}")
+    return Opened(checkpoint, reader.read(checkpoint.config, _config(checkpoint), checkpoint.generation), folder)
 
 
 def open_draft(options):
@@ -134,7 +139,7 @@ def open_draft(options):
     else:
         checkpoint = Checkpoint.open(resolve(options.draft))
         checkpoint = Renamed(checkpoint, head_names(checkpoint))
-    return Opened(checkpoint, Eagle3Config.read(checkpoint.config, checkpoint.where), None)
+    return Opened(checkpoint, Eagle3Config.read(checkpoint.config, _config(checkpoint)), None)
 
 
 @dataclass(frozen=True)
@@ -180,7 +185,7 @@ def load(options, progress=None):
     max_context = _context(options, target.config)
     capture = None
     if draft is not None:
-        draft.config.fits(target.config.hidden, target.config.vocab, draft.checkpoint.where)
+        draft.config.fits(target.config.hidden, target.config.vocab, _config(draft.checkpoint))
         capture = boundaries(draft.config, target.config.layers, options.capture_layers)
     elif options.capture_layers is not None:
         raise Refused(f"capture_layers: {options.capture_layers!r} needs a draft; there is none")
@@ -190,6 +195,8 @@ def load(options, progress=None):
     for source in (dry[1], dry[3]):
         if source is not None:
             source.check()
+    if draft is not None:
+        check_table(draft.checkpoint, target.config.vocab)
     kinds = {"target": dry[0].cache_rows} | ({"draft": dry[2].cache_rows} if draft else {})
     columns = -(-(max_context + options.reserve) // options.page_size)
     pages = options.pages or columns * options.max_batch + 1
@@ -204,8 +211,6 @@ def load(options, progress=None):
             before = need - total
             reports.append(part.fill(progress and (lambda done, _, before=before: progress(before + done, need))))
             total -= part.nbytes
-    if drafter is not None:
-        _check_vocabulary_map(drafter, draft)
     return Parts(
         target=model,
         drafter=drafter,
@@ -238,17 +243,3 @@ def _context(options, config):
     if not 1 < options.max_context <= most:
         raise Refused(f"max_context: {options.max_context}; supported: 2 to {most} (max_position_embeddings)")
     return options.max_context
-
-
-def _check_vocabulary_map(drafter, draft):
-    """Refused where an id of the draft vocabulary maps outside the target's."""
-    if drafter.to_target is None:
-        return
-    ids = drafter.to_target + torch.arange(len(drafter.to_target), device=drafter.to_target.device)
-    wrong = ((ids < 0) | (ids >= draft.config.vocab)).nonzero()
-    if len(wrong):
-        at = int(wrong[0])
-        raise Refused(
-            f"{draft.checkpoint.where}: tensor 'd2t' maps draft id {at} to {int(ids[at])}, "
-            f"outside the target's vocabulary of {draft.config.vocab}"
-        )

@@ -74,7 +74,6 @@ ABSENT = {
     "expert_parallel": "one device holds all experts; supported: leave it out",
     "tp_slice": "a share of a tensor-parallel model cannot be built; supported: --random NAME --layers N",
     "no_check": "there is no check at load to skip; supported: leave it out",
-    "profile": "stages are not timed; supported: leave it out",
 }
 
 

@@ -8,6 +8,9 @@ from statistics import median
 
 import torch
 
+from .cycle import Cycle
+from .tp import environment as nccl
+
 
 @dataclass(frozen=True)
 class Acceptance:
@@ -103,6 +106,7 @@ class Run:
     results: list
     spans: list[tuple[float, float]]
     launches: int
+    stages: dict | None = None  # {stage: median ms} where they were timed
 
     @property
     def decode_seconds(self) -> float:
@@ -125,17 +129,20 @@ class Run:
         return sum((Acceptance.of(result.cycles) for result in self.results), Acceptance())
 
     def milliseconds(self, load: float, capture: float) -> dict:
-        """Medians over requests (first_token), totals (load, capture, decode) and means (cycle)."""
+        """Medians over requests (prefill, first_token), totals (load, capture, decode), a mean (cycle: decode over the
+        cycles launched), or medians over cycles where the stages were timed (cycle, draft, verify, accept, commit)."""
         first = [result.first_token_ms for result in self.results if result.first_token_ms is not None]
+        prefill = [result.prefill_ms for result in self.results if result.prefill_ms is not None]
+        stages = self.stages or {}
         decode = 1e3 * self.decode_seconds if self.tokens_per_second else None
         return {
             "load": load,
             "capture": capture or None,
-            "prefill": None,
+            "prefill": median(prefill) if prefill else None,
             "first_token": median(first) if first else None,
             "decode": decode,
-            "cycle": decode / self.launches if decode and self.launches else None,
-            **dict.fromkeys(("draft", "verify", "accept", "commit")),
+            "cycle": stages.get("cycle", decode / self.launches if decode and self.launches else None),
+            **{stage: stages.get(stage) for stage in Cycle.stages},
         }
 
 
@@ -177,6 +184,7 @@ def document(run: Run, parts, graphs: list[dict], capture_ms: float, compare: di
             "triton": importlib.metadata.version("triton"),
             "tp": parts.tp.size,
             "dtype": str(parts.dtype).removeprefix("torch."),
+            **nccl(),
         },
     }
 
@@ -210,6 +218,9 @@ def decoded(run: Run, compare: dict | None, templated: int) -> list[str]:
             f"accept length {counts.length:.2f} ({counts.length_drafts:.2f} without the bonus token) "
             f"over {counts.cycles} cycles of shape {shape}; accept rate {counts.rate:.2f}, by position {depths}"
         )
+    if run.stages is not None and run.stages["cycle"] is not None:
+        parts = ", ".join(f"{stage} {run.stages[stage]:.3f}" for stage in (*Cycle.stages, "gap") if run.stages[stage])
+        lines.append(f"a cycle takes {run.stages['cycle']:.3f} ms (median): {parts}")
     if compare is not None and compare["speedup"]:
         same = "the same ids" if compare["identical"] else "DIFFERENT ids"
         lines.append(

@@ -57,6 +57,7 @@ class Result:
     stop: str | int | None
     cycles: list[tuple[int, int, int]]
     shape: object
+    prefill_ms: float | None
     first_token_ms: float | None
     decode_ms: float | None
     stats: dict = field(default_factory=dict)
@@ -79,6 +80,11 @@ class Request:
         self.stream = None if text is None else Stream(text, sampling.stop)
         self.token_ids, self.cycles, self.pages = [], [], []
         self.finish_reason, self.stop = (None, None) if limit else ("length", None)
+        self.prefill_ms = None
+        self.begin()
+
+    def begin(self):
+        """Start its clock: it has a slot, and the wait for one is over."""
         self.began = self.first = self.last = time.perf_counter()
 
     @property
@@ -132,6 +138,7 @@ class Request:
             stop=self.stop,
             cycles=self.cycles,
             shape=shape,
+            prefill_ms=self.prefill_ms,
             first_token_ms=(self.first - self.began) * 1e3 if started else None,
             decode_ms=(self.last - self.first) * 1e3 if started else None,
         )

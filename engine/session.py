@@ -4,6 +4,7 @@ The host launches cycle c+1 before it reads cycle c; ends are seen on the device
 nothing for it, and what it emits past a stop string (which only the host sees) is dropped.
 """
 
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -76,9 +77,10 @@ class Programs:
             self.cycles[key] = Stamped(cycle, p.ops.stamp) if stamped else cycle
         return self.cycles[key]
 
-    def prepare(self, batch, shape, drafter, *, detail=False):
+    def prepare(self, batch, shape, drafter, *, stamped=False):
         """Capture the cycle of one shape ahead of its first use."""
-        self.graphs.prepare(self.cycle(batch, shape, drafter, detail=detail, stamped=False), batch, shape, Cycle.stages)
+        cycle = self.cycle(batch, shape, drafter, detail=False, stamped=stamped)
+        self.graphs.prepare(cycle, batch, shape, Cycle.stages)
 
     def catch_up(self, batch, drafter):
         """Extend the drafter over its backlog."""
@@ -146,6 +148,7 @@ class Session:
 
     def _prefill(self, slot, request):
         p, s = self.parts, self.state
+        request.begin()
         tokens = torch.tensor([request.ids], device=p.device)
         table = torch.zeros(1, s.pages.shape[1], dtype=torch.int32, device=p.device)
         table[0, : len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32, device=p.device)
@@ -153,6 +156,7 @@ class Session:
         first, finite, feature = prefill(p.target, drafter, p.cache, tokens, table, self.chunk)
         if not bool(finite):
             raise NonFinite(f"non-finite logits at position {len(request.ids) - 1} (the prompt's last token)")
+        request.prefill_ms = (time.perf_counter() - request.began) * 1e3
         end_ids = sorted(request.end_ids)
         limit = len(request.ids) + request.limit - 1
         s.start(slot, request.pages, len(request.ids), limit, first, feature, end_ids)

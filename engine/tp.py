@@ -1,10 +1,16 @@
 """Tensor parallelism: which share of a model this process holds, and the few collectives it needs."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+
+def environment():
+    """{name: value} of the NCCL_* variables: settings that change how fast collectives run."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
 
 
 @dataclass(frozen=True)

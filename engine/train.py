@@ -25,12 +25,12 @@ from .tp import TP
 from .train_head import PAGE, Head, Teacher, chain_length, describe, draft_vocabulary, hits, losses
 
 OWN = 16384  # self-generated windows by default
-ROWS = 2048  # sequences continued at once
+ROWS = 8192  # sequences continued at once
 WARM_UP = 0.03  # share of the run in which the rate rises
 DECAY = 0.8  # weight of a step's loss against the step before it
 PROBES = 64  # held-out windows
 CONTINUED = 128  # tokens that the target adds to each of them
-FIXED = "target corpus heldout capture_layers draft_vocab intermediate batch length ttt seed lr self_generated".split()
+FIXED = "target corpus heldout capture_layers draft_vocab intermediate batch length ttt seed lr self_generated sharpen".split()
 
 
 class Windows:
@@ -69,7 +69,8 @@ class Windows:
 def own_text(target, windows, count, say):
     """`count` windows [count, L] int32 that begin with corpus text and go on as the target does, greedily."""
     length, pieces, began = windows.length, [], time.monotonic()
-    known = range(PAGE, max(PAGE, length - 2 * PAGE) + 1, PAGE)
+    shortest = max(PAGE, length // 4 // PAGE * PAGE)  # long continuations wander off from what a prompt leads to
+    known = range(shortest, max(shortest, length - 2 * PAGE) + 1, PAGE)
     rows = min(ROWS, -(-count // len(known)))
     teacher = Teacher(target, rows, length, windows.stream.device)
     for i, start in enumerate(range(0, count, rows)):
@@ -198,7 +199,7 @@ class Trainer:
         while (progress := schedule.progress(self.step)) < 1:
             for group in self.optimizer.param_groups:
                 group["lr"] = schedule.rate(progress)
-            lesson = teacher.lesson(windows.mixed(self.step, o.batch, self.own, o.self_generated), draft_ids)
+            lesson = teacher.lesson(windows.mixed(self.step, o.batch, self.own, o.self_generated), draft_ids, o.sharpen)
             with autocast():
                 loss, agree = losses(head, lesson, o.ttt)
             (loss * weight).sum().backward()
@@ -252,6 +253,7 @@ def parser():
     add("--length", type=least(8), default=512, metavar="L", help="tokens of a window; default %(default)s")
     add("--ttt", type=least(1), default=6, metavar="N", help="unrolled steps of the drafter; default %(default)s")
     add("--lr", type=number, default=2e-3, metavar="R", help="peak learning rate; default %(default)s")
+    add("--sharpen", type=number, default=1.0, metavar="F", help="factor on the target's logits; default %(default)s")
     add("--self-generated", type=number, default=0.0, metavar="SHARE", help="of the windows; default %(default)s")
     add("--windows", type=least(1), metavar="N", help=f"self-generated windows; default {OWN}")
     add("--seed", type=least(0), default=0, metavar="N", help="default %(default)s")

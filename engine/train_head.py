@@ -256,8 +256,8 @@ class Teacher:
         return hidden.view(b, t, -1), features.view(b, t, -1)
 
     @torch.no_grad()
-    def lesson(self, tokens, draft_ids):
-        """tokens [B, L] -> Lesson."""
+    def lesson(self, tokens, draft_ids, sharpen=1.0):
+        """tokens [B, L] -> Lesson; sharpen: factor on the logits that make the wanted distribution."""
         hidden, features = self.forward(tokens, 0)
         wanted, best = [], []
         vocabulary = self.target.head.vocabulary
@@ -265,7 +265,7 @@ class Teacher:
             rows = part.flatten(0, 1)
             logits = rows.new_empty(len(rows), vocabulary, dtype=torch.float32)
             best.append(self.target.head(rows, 1, logits)[1].view(part.shape[:2]))
-            wanted.append(logits[:, draft_ids].softmax(-1).view(*part.shape[:2], -1))
+            wanted.append((sharpen * logits[:, draft_ids]).softmax(-1).view(*part.shape[:2], -1))
         return Lesson(tokens, features, torch.cat(wanted), torch.cat(best))
 
     @torch.no_grad()

@@ -101,16 +101,16 @@ DEEPEST = tl.constexpr(63)  # a tree of 64 nodes is no deeper: keys this far bef
 @triton.jit
 def _last(prefix, tree_ptr, at, inside, row, TREE: tl.constexpr):
     """Positions of the queries `at` (any shape): prefix + popcount(bits) - 1, or prefix + row without bitsets."""
-    if not TREE:
-        return prefix + row
-    x = tl.load(tree_ptr + at, mask=inside, other=1)
-    x = x - ((x >> 1) & 0x5555555555555555)
-    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
-    x = x + (x >> 8)
-    x = x + (x >> 16)
-    x = x + (x >> 32)
-    return prefix + (x & 127).to(tl.int32) - 1
+    if TREE:
+        x = tl.load(tree_ptr + at, mask=inside, other=1)
+        x = x - ((x >> 1) & 0x5555555555555555)
+        x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+        x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+        x = x + (x >> 8)
+        x = x + (x >> 16)
+        x = x + (x >> 32)
+        row = (x & 127).to(tl.int32) - 1
+    return prefix + row
 
 
 @triton.jit

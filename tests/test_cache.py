@@ -102,7 +102,7 @@ def test_a_small_pool_serves_a_long_queue(toys):
 
 def test_rows_of_others_are_never_written(toys):
     """One request's rows, held back by hand, are the same bytes after others of every shape and a batch with an empty
-    slot. Mutants: padding into the first page; a table row of a finished request that is still written to."""
+    slot. Mutant: padding into the first page."""
     engine = pair(toys.history(), toys.random_draft(), page_size=4)
     held = engine.pool.take(40)
     slots = torch.cat([torch.arange(4) + 4 * page for page in held])
@@ -111,6 +111,18 @@ def test_rows_of_others_are_never_written(toys):
         engine.generate([[3, 1, 4], [1, 5], [9]], [Sampling(max_new_tokens=n) for n in (20, 3, 9)], shape=shape)
     for kind, rows in engine.parts.cache.storage.items():
         assert torch.equal(rows[:, :, slots], before[kind])
+
+
+@pytest.mark.parametrize("shape", [PLAIN, CHAIN, TREE], ids=str)
+def test_pages_of_an_emptied_slot_are_not_written(toys, shape):
+    """Two requests end in one cycle; a third takes one slot and the other's pages. Mutant: an empty slot that keeps the
+    table of its last request and goes on writing there."""
+    engine = pair(toys.history(), toys.random_draft(), page_size=4, max_batch=2)
+    third = [(5 * i + 1) % V for i in range(30)]
+    want = engine.generate(third, Sampling(max_new_tokens=20), shape=PLAIN).token_ids
+    short = Sampling(max_new_tokens=2)
+    results = engine.generate([[3, 1], [4, 1], third], [short, short, Sampling(max_new_tokens=20)], shape=shape)
+    assert results[2].token_ids == want
 
 
 @pytest.mark.parametrize("shape", [PLAIN, CHAIN, TREE, Shape(5, 1, 6)], ids=str)

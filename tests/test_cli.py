@@ -267,7 +267,6 @@ BAD = {
     "x --draft-tp cut": "--draft-tp cut: needs --tp above 1",
     "x --tp-slice 8": "--tp-slice 8: ",
     "x --no-check": "--no-check: ",
-    "x --profile": "--profile: ",
     "x --graphs maybe": "--graphs: invalid choice: 'maybe'",
     "x --graphs required --device cpu": "graphs: required, but ",
     "x --device tpu": "device: 'tpu' is unknown",

@@ -1,21 +1,19 @@
-"""The cycle: no host and static shapes in any stage, stages that speak only through State and Tree, switches of shape,
-and the counts of scripted accept patterns."""
+"""The cycle: no host and static shapes in any stage, stages that speak only through State and Tree, and
+the counts of scripted accept patterns."""
 
-import itertools
 import random
 
 import pytest
 import torch
-from oracles import Forced, FreshHead, Replay, Transformers
+from oracles import Replay
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from toys import NEXT, V, disturb, follow, pair
+from toys import NEXT, V, follow, pair
 
 from engine import Sampling, Shape, loading
-from engine.buffers import BACKLOG, State, Tree
+from engine.buffers import State, Tree
 from engine.cache import Cache
 from engine.cycle import CatchUp, Cycle
-from engine.session import Session
 from kernels import REFERENCE
 from weights.capture import boundaries
 
@@ -94,8 +92,23 @@ def test_every_stage_has_static_shapes(toys, shape):
 def test_stages_speak_only_through_state_and_tree(history, shape, monkeypatch):
     """Each stage by an object of its own, the Tree full of nonsense before each cycle. Mutants: something kept on the
     cycle from draft to accept; a field of the Tree left from the cycle before."""
-    sampling = Sampling(max_new_tokens=30)
-    want = history.generate(PROMPT, sampling, shape=PLAIN).token_ids
+    sampling, real, prompts = Sampling(max_new_tokens=30), history.drafter, [PROMPT, PROMPT[:3]]
+    plain = history.generate(prompts, Sampling(max_new_tokens=40), shape=PLAIN)
+    oracle = Replay([p + r.token_ids for p, r in zip(prompts, plain, strict=True)], V, 0.7)
+
+    def run():
+        seen = []
+        for history.drafter in (oracle, real):
+            for result in history.generate(prompts, sampling, shape=shape):
+                seen.append((result.token_ids, result.stats["emitted_per_cycle"]))
+            events = history.stream(PROMPT, sampling, shape=shape)
+            seen += [
+                (e.tree.tokens.tolist(), e.tree.parents.tolist(), e.accepted) for e in events if e.tree is not None
+            ]
+        return seen
+
+    want = run()
+    assert want[0][0] == plain[0].token_ids[:30]
 
     def alone(self, stages=Cycle.stages):
         t = self.tree
@@ -110,7 +123,7 @@ def test_stages_speak_only_through_state_and_tree(history, shape, monkeypatch):
             getattr(Cycle(self.target, self.drafter, self.cache, self.state, t, self.ops), stage)()
 
     monkeypatch.setattr(Cycle, "run", alone)
-    assert history.generate([PROMPT, PROMPT[:3]], sampling, shape=shape)[0].token_ids == want
+    assert run() == want
 
 
 def walked(case):
@@ -198,74 +211,6 @@ def test_commit_reads_the_whole_path_first():
     }
     for at in range(4, 28):
         assert torch.equal(storage[:, :, at], before[:, :, moved.get(at, at)]), at
-
-
-# ------------------------------------------------------------------ B47: shapes that alternate
-ROUNDS = [Shape(1, 1, 2), Shape(3, 1, 4), PLAIN, Shape(5, 1, 6), Shape(3, 2, 8), PLAIN, PLAIN, Shape(4, 4, 16)]
-
-
-def test_requests_of_alternating_shapes(toys):
-    """30 requests in one process, chain, tree and plain in turn, two prompts of different length, MAP and HISTORY. One
-    program a (batch, shape), none added after the first time round. Mutants: programs found by too weak a key; one
-    built anew each time."""
-    engines = {
-        "map": pair(toys.map(), toys.map_draft()),
-        "history": pair(toys.history(), toys.random_draft()),
-    }
-    sampling = Sampling(max_new_tokens=12)
-    prompts = [PROMPT, [(3 * i) % V for i in range(20)]]
-    for name, engine in engines.items():
-        want = [engine.generate(p, sampling, shape=PLAIN).token_ids for p in prompts]
-        assert name == "history" or want == [follow(p[-1], 12, NEXT) for p in prompts]
-        for number, shape in zip(range(30), itertools.cycle(ROUNDS), strict=False):
-            for prompt, ids in zip(prompts, want, strict=True):
-                result = engine.generate(prompt, sampling, shape=shape)
-                assert result.token_ids == ids and result.shape == shape
-            if number == len(ROUNDS):
-                sizes = len(engine.graphs.entries), len(engine.programs.cycles), len(engine.programs.states)
-        assert sizes[0] == len(set(ROUNDS))
-        assert sizes == (len(engine.graphs.entries), len(engine.programs.cycles), len(engine.programs.states))
-        assert all(e.eager > 1 for e in engine.graphs.entries.values())
-
-
-def switching(engine, prompts, shapes, cap):
-    """Decode with a shape for each launch, in turn; -> requests, in order."""
-    requests = [engine._request(i, p, Sampling(max_new_tokens=cap)) for i, p in enumerate(prompts)]
-    session = Session(engine.programs, engine.pool, requests, len(prompts), shapes[0], 32, others=shapes)
-    engine.programs.state(len(prompts)).widen(engine.pool.pages_for(max(map(session.rows, requests))))
-    turns, launch = itertools.cycle(shapes), session._launch
-
-    def next_shape():
-        session.shape = next(turns)
-        return launch()
-
-    session._launch = next_shape
-    for _ in session.events():
-        pass
-    return requests
-
-
-@pytest.mark.parametrize("stretch", [1, 3, BACKLOG + 9], ids="{} plain rounds more".format)
-def test_shapes_switch_within_a_request(toys, stretch):
-    """Two requests, a new shape each round, plain rounds between and a long stretch of them: plain ids, and after every
-    switch the head's numbers are those of an uncached pass. Mutants: no catch-up after plain rounds; the backlog cut at
-    the next shape's path; catch-up positions or rows off by one."""
-    draft, prompts = toys.random_draft(), [PROMPT, [(11 * i + 3) % V for i in range(20)]]
-    engine = pair(toys.history(), draft, max_context=512)
-    cap = 60 if stretch < BACKLOG else 180
-    texts = [p + engine.generate(p, Sampling(max_new_tokens=cap + 20), shape=PLAIN).token_ids for p in prompts]
-    engine.drafter = Forced(engine.drafter, Replay(texts, V, 0.7, seed=2))
-    disturb(engine, float("nan"))
-    requests = switching(engine, prompts, [*ROUNDS, *[PLAIN] * stretch], cap)
-    assert [r.token_ids for r in requests] == [t[len(p) : len(p) + cap] for t, p in zip(texts, prompts, strict=True)]
-    model = Transformers(toys.history())
-    for slot, text in enumerate(texts):
-        head = FreshHead(draft, text, model.features(text, engine.target.boundaries))
-        rounds = [r for r in engine.drafter.rounds if r.seq_lens[slot] > 0]
-        assert len(rounds) > 8
-        for round in rounds:
-            head.check(round, slot)
-    assert engine.pool.free == engine.pool.size
 
 
 # ------------------------------------------------------------------ B51: counts

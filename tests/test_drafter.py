@@ -71,9 +71,13 @@ def test_two_hundred_rounds(toys, texts, model):
         head.check(round, 0)
 
 
-def test_head_of_another_width_of_keys_and_vocabulary(toys, texts, model):
-    """Full vocabulary, one key head. Mutants: heads grouped wrong; d2t invented where there is none."""
-    draft = toys.random_draft(seed=6, draft_vocab=V, kv_heads=1)
+@pytest.mark.parametrize(
+    "changes", [{"kv_heads": 1}, {"head_dim": 24}, {"rope_theta": 500.0, "rms_norm_eps": 1e-2}], ids=str
+)
+def test_heads_of_other_sizes(toys, texts, model, changes):
+    """Full vocabulary; one key head, heads of an explicit size (B07), other constants. Mutants: heads grouped wrong,
+    their size taken as hidden / heads; d2t invented where there is none; constants of the target's config."""
+    draft = toys.random_draft(seed=6, draft_vocab=V, **changes)
     engine = forced(toys, texts, draft)
     engine.generate(PROMPTS[0], Sampling(max_new_tokens=20), shape=Shape(3, 2, 8))
     head = fresh(model, draft, texts[0][:60], engine)

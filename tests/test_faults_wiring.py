@@ -170,6 +170,21 @@ def test_unexpected_norm_is_refused(toys):
         pair(toys.map(), toys.altered(toys.map_draft(), change))
 
 
+# ------------------------------------------------------------------ B09
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_draft_stored_in_another_dtype(toys, dtype, stored):
+    """Converted, not reinterpreted: the same text, everything accepted. Mutant: the head kept in its own dtype."""
+
+    def change(config, tensors):
+        config["torch_dtype"] = str(stored).removeprefix("torch.")
+        tensors.update({name: t.to(stored) for name, t in tensors.items()})
+
+    engine = pair(toys.map(), toys.altered(toys.map_draft(), change), dtype=dtype)
+    result = engine.generate([3, 9], Sampling(max_new_tokens=41), shape=CHAIN)
+    assert result.token_ids == follow(9, 41, NEXT) and set(result.stats["emitted_per_cycle"]) == {4}
+
+
 # ------------------------------------------------------------------ B08
 @pytest.mark.parametrize("shape", [CHAIN, Shape(3, 2, 8)], ids=str)
 def test_draft_trained_shorter_than_the_target(toys, shape):

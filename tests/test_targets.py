@@ -28,6 +28,7 @@ VARIANTS = {
     "weights not renormalised": {"norm_topk_prob": False, "num_experts_per_tok": 3},
     "one key head": {"num_key_value_heads": 1},
     "eps": {"rms_norm_eps": 1e-2},
+    "heads wider than hidden / heads": {"head_dim": 24},
     "yarn": {"rope_scaling": YARN, "rope_theta": 100.0},
     "llama3": {
         "rope_scaling": {

@@ -108,7 +108,8 @@ class Noise:
 
 def target_tensors(config, noise):
     """Random tensors of a target."""
-    rows, kv = config["num_attention_heads"] * HEAD_DIM, config["num_key_value_heads"] * HEAD_DIM
+    size = config["head_dim"]
+    rows, kv = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
     out = {"model.embed_tokens.weight": noise.matrix(V, D) * 8, "model.norm.weight": noise.norm(D)}
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}."
@@ -117,7 +118,7 @@ def target_tensors(config, noise):
         for name, shape in dict(q=(rows, D), k=(kv, D), v=(kv, D), o=(D, rows)).items():
             out[f"{at}self_attn.{name}_proj.weight"] = noise.matrix(*shape)
         for name in "qk":
-            out[f"{at}self_attn.{name}_norm.weight"] = 2 * noise.norm(HEAD_DIM)
+            out[f"{at}self_attn.{name}_norm.weight"] = 2 * noise.norm(size)
         if layer in config.get("mlp_only_layers", ()):
             blocks = {f"{at}mlp.": config["intermediate_size"]}
         else:
@@ -133,7 +134,8 @@ def target_tensors(config, noise):
 
 def draft_tensors(config, noise):
     """Random tensors of a head with its own embedding, head and, below the full vocabulary, evenly spread ids."""
-    rows, kv = config["num_attention_heads"] * HEAD_DIM, config["num_key_value_heads"] * HEAD_DIM
+    size = config["head_dim"]
+    rows, kv = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
     width, small = config["intermediate_size"], config["draft_vocab_size"]
     shapes = {
         **dict(q=(rows, 2 * D), k=(kv, 2 * D), v=(kv, 2 * D), o=(D, rows)),
