@@ -34,6 +34,7 @@ def test_requests_of_alternating_shapes(toys):
             for prompt, ids in zip(prompts, want, strict=True):
                 result = engine.generate(prompt, sampling, shape=shape)
                 assert result.token_ids == ids and result.shape == shape
+                assert name == "history" or set(result.stats["emitted_per_cycle"][:-1]) == {shape.path}
             if number == len(ROUNDS):
                 sizes = len(engine.graphs.entries), len(engine.programs.cycles), len(engine.programs.states)
         assert sizes[0] == len(set(ROUNDS))

@@ -117,7 +117,7 @@ class Text:
         self.q = make.floats(length, heads, width)
         self.k, self.v = make.floats(length, groups, width), make.floats(length, groups, width)
 
-    def attend(self, layouts, page):
+    def attend(self, layouts, page, window=None):
         """layouts: for each sequence (prefix, nodes of a pass, path = node of each position past the prefix).
 
         Rows off the path hold another random text. -> [B, T, H*Dh]; node path[i] is position prefix + i.
@@ -129,10 +129,9 @@ class Text:
         fill(make, planes, pages, page, [prefix + t for prefix, *_ in layouts])
         q, bits = make.floats(len(layouts), t, *self.q.shape[1:]), []
         for b, (prefix, _, path) in enumerate(layouts):
-            parents = list(range(-1, t - 1))
+            parents = [0] * t  # rows off the path hang from the root
             for above, node in zip((0, *path), path, strict=False):
                 parents[node] = above
-            parents[0] = 0
             bits.append(make.path_bits(parents))
             position = torch.arange(prefix + len(path), device=make.device)
             row = torch.cat([position[:prefix], prefix + make.ints(path)])
@@ -140,7 +139,9 @@ class Text:
             planes[0][slot], planes[1][slot] = self.k[position], self.v[position]
             q[b, path] = self.q[prefix : prefix + len(path)]
         prefixes = make.ints([prefix for prefix, *_ in layouts])
-        y = kernels.FUSED.attention(q.flatten(0, 1), *planes, pages, prefixes, make.ints(bits), page, self.width**-0.5)
+        y = kernels.FUSED.attention(
+            q.flatten(0, 1), *planes, pages, prefixes, make.ints(bits), page, self.width**-0.5, window
+        )
         return y.view(len(layouts), t, -1)
 
 
@@ -151,9 +152,10 @@ def test_attention_of_a_position_is_the_same_in_every_layout(device, dtype):
     Kills: splits counted from the prefix or the sequence's end, ancestors folded in node order, a border by sequence.
     """
     make = Make(dtype, device, 11)
-    text = Text(make, 700, 2, 1, 16)
+    text = Text(make, 700 if device == "cpu" else 4300, 2, 1, 16)
     few = (3, 63, 79, 128, 600)  # the interpreter is slow
-    for p in few if device == "cpu" else (*few, 62, 64, 65, 78, 80, 126, 127, 129, 142, 143, 144, 190, 191, 192, 255):
+    more = (62, 64, 65, 78, 80, 126, 127, 129, 142, 143, 144, 190, 191, 192, 255, 2110, 2111, 2112, 2175, 4200)
+    for p in few if device == "cpu" else (*few, *more):
         plain = text.attend([(p, 1, (0,))], 16)[0, 0]
         for depth, nodes, path, page in (
             (3, 4, (0, 1, 2, 3), 16),
@@ -171,10 +173,24 @@ def test_attention_of_a_position_is_the_same_in_every_layout(device, dtype):
 
 
 @pytest.mark.parametrize("device, dtype", RUNS)
-def test_attention_of_a_deep_chain(device, dtype):
-    """64 nodes in a chain, each the same as plain decoding: the recent stretch reaches past the prefix."""
+def test_attention_of_a_deep_branch(device, dtype):
+    """A branch of 63 nodes that leaves one out, each as in plain decoding. Kills: a recent stretch shorter than a tree
+    is deep, whose early nodes would be read as if they lay in position order."""
     make = Make(dtype, device, 13)
     text = Text(make, 200, 2, 1, 16)
-    chain = text.attend([(100, 64, tuple(range(64)))], 16)
-    for node in (0, 20, 27, 28, 43, 44, 62, 63):
-        assert same(text.attend([(100 + node, 1, (0,))], 16)[0, 0], chain[0, node]), node
+    path = (0, *range(2, 64))
+    branch = text.attend([(100, 64, path)], 16)
+    for i in (0, 1, 20, 27, 28, 43, 44, 61, 62):
+        assert same(text.attend([(100 + i, 1, (0,))], 16)[0, 0], branch[0, path[i]]), i
+
+
+@pytest.mark.parametrize("device, dtype", RUNS)
+def test_attention_in_a_window(device, dtype):
+    """The same with a window, beside rows whose windows begin elsewhere. Kills: splits dealt to lanes from where the
+    tile's first window begins."""
+    make = Make(dtype, device, 17)
+    text = Text(make, 960, 2, 1, 16)
+    for p, window in ((200, 90), (900, 560)):  # the second gives some lanes two splits
+        plain = text.attend([(p, 1, (0,))], 16, window)[0, 0]
+        y = text.attend([(p - 40, 48, (*range(0, 40), 47))], 4, window)
+        assert same(y[0, 47], plain), p
