@@ -44,7 +44,8 @@ class Engine:
         unknown = set(options) - {f.name for f in dataclasses.fields(Options)}
         if unknown:
             raise Refused(f"Engine.load: unknown option {sorted(unknown)[0]!r}")
-        options = Options(target=target, draft=draft, **options)
+        paths = {name: str(path) for name, path in (("target", target), ("draft", draft)) if path is not None}
+        options = Options(**paths, **options)
         parts = load(options, progress)
         engine = cls(parts, options, shape or (DEFAULT_SHAPE if parts.drafter is not None else PLAIN), graphs)
         for wanted in (engine.shape, *shapes):
@@ -137,10 +138,10 @@ class Engine:
         request = self._request(0, prompt, sampling or Sampling())
         return self._session([request], shape or self.shape, detail=details)
 
-    def stream_all(self, prompts, samplings, *, shape=None, profile=None):
+    def stream_all(self, prompts, samplings, *, shape=None, profile=None, details=False):
         """Decode a list of prompts, yielding the Event of whichever request moved; .request.index tells which."""
         requests = [self._request(i, p, s) for i, (p, s) in enumerate(zip(prompts, samplings, strict=True))]
-        return self._session(requests, shape or self.shape, profile=profile)
+        return self._session(requests, shape or self.shape, detail=details, profile=profile)
 
     def _request(self, index, prompt, sampling):
         ids, vocabulary = self.encode(prompt), self.parts.target.head.vocabulary

@@ -101,5 +101,15 @@ class Graphs:
         return graph
 
     def report(self):
-        """One entry a program of whole cycles."""
-        return [e.report() for e in self.entries.values() if e.stages != ("catch_up",)]
+        """One entry a (batch, shape) of whole cycles; its programs (with details or stamps, say) are added up."""
+        merged = {}
+        for entry in self.entries.values():
+            if entry.stages == ("catch_up",):
+                continue
+            row = entry.report()
+            first = merged.setdefault((entry.batch, entry.shape), row)
+            if first is not row:
+                first["captured"] = first["captured"] and row["captured"]
+                first["replays"] += row["replays"]
+                first["eager"] += row["eager"]
+        return list(merged.values())

@@ -230,19 +230,19 @@ def _recent(
     _keep(total_ptr, stat_ptr, at * (LANES + 1) + LANES, live, top, norm, total, DV, BV)
 
 
-@triton.jit(do_not_specialize=["t", "columns"])
+@triton.jit(do_not_specialize=["t", "columns", "table"])
 def _partials(
-    q_ptr, k_ptr, v_ptr, pages_ptr, prefix_ptr, tree_ptr, total_ptr, stat_ptr, t, columns, groups, scale, window,
+    q_ptr, k_ptr, v_ptr, pages_ptr, prefix_ptr, tree_ptr, total_ptr, stat_ptr, t, columns, table, groups, scale, window,
     PAGE: tl.constexpr, R: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr,
     SPLIT: tl.constexpr, LANES: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, RECENT: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (x, g, s): x < BT folds the recent stretch of query x of tile s (BT queries) for the heads of group g,
-    x = BT + i the tile's splits of lane i. Each writes one partial."""
+    x = BT + i the tile's splits of lane i. Each writes one partial. table: from one row of pages to the next."""
     lane, head, tiles = tl.program_id(0) - BT, tl.program_id(1), tl.cdiv(t, BT)
     b, first = tl.program_id(2) // tiles, tl.program_id(2) % tiles * BT
     prefix = tl.load(prefix_ptr + b).to(tl.int32)  # positions fit 32 bits, slots and elements need 64
-    pages_ptr += b.to(tl.int64) * columns
+    pages_ptr += b.to(tl.int64) * table
     line0 = b.to(tl.int64) * t
     if lane >= 0:
         _splits(
@@ -324,8 +324,8 @@ def fused(q, k_plane, v_plane, pages, prefix, tree, page_size, scale, window=Non
     y = q.new_empty(rows, heads * width_v)
     tree = None if tree is None else tree.contiguous()
     _partials[(tile + reached, groups, b * triton.cdiv(t, tile))](
-        q.contiguous(), k_plane, v_plane, pages, prefix, tree, totals, stats, t, pages.shape[1], groups,
-        scale * 1.4426950408889634, window or 0, **constants, **options,
+        q.contiguous(), k_plane, v_plane, pages, prefix, tree, totals, stats,
+        t, pages.shape[1], pages.stride(0), groups, scale * 1.4426950408889634, window or 0, **constants, **options,
     )  # fmt: skip
     _merge[(rows, heads)](
         totals, stats, prefix, tree, sinks, y, t, heads, width_v, tree is not None, sinks is not None,
@@ -343,7 +343,7 @@ def specimens():
                 constants, options = _constants(dtype, heads, groups, width, width, 16, tree, window)
                 types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), name) | {"total_ptr": "*fp32", "stat_ptr": "*fp32"}
                 types |= {"pages_ptr": "*i32", "prefix_ptr": "*i64", "tree_ptr": "*i64", "scale": "fp32"}
-                types |= dict.fromkeys(("t", "columns", "groups", "window"), "i32")
+                types |= dict.fromkeys(("t", "columns", "table", "groups", "window"), "i32")
                 cases.append((_partials, types, constants, options))
                 types = {"total_ptr": "*fp32", "stat_ptr": "*fp32", "prefix_ptr": "*i64", "tree_ptr": "*i64"}
                 types |= {"sinks_ptr": name, "y_ptr": name, "t": "i32", "heads": "i32"}

@@ -23,9 +23,9 @@ def reference(storage, pages, prefix, path, accept_lens, page_size):
     storage[:, :, dst] = storage[:, :, src]  # the right side is a copy: the whole path is read before any store
 
 
-@triton.jit(do_not_specialize=["columns", "steps"])
+@triton.jit(do_not_specialize=["table", "steps"])
 def _move(
-    storage_ptr, pages_ptr, prefix_ptr, path_ptr, lens_ptr, lens_stride, columns, steps, plane, width,
+    storage_ptr, pages_ptr, prefix_ptr, path_ptr, lens_ptr, lens_stride, table, steps, plane, width,
     PAGE: tl.constexpr, BP: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     """Program (w, p, b): BW columns of plane p (any layer's) along sequence b's path."""
@@ -34,7 +34,7 @@ def _move(
     node = tl.load(path_ptr + b * steps + k, mask=keep, other=0)
     keep = keep & (node != k)  # a row already in its place is neither read nor written
     prefix = tl.load(prefix_ptr + b)
-    pages_ptr += b.to(tl.int64) * columns
+    pages_ptr += b.to(tl.int64) * table
     source, target = slot_of(pages_ptr, prefix + node, keep, PAGE), slot_of(pages_ptr, prefix + k, keep, PAGE)
     lane = tl.program_id(0) * BW + tl.arange(0, BW)
     inside = keep[:, None] & (lane < width)[None, :]
@@ -52,7 +52,7 @@ def fused(storage, pages, prefix, path, accept_lens, page_size):
         return  # the root is in its place
     block = _columns(steps, row)
     _move[(triton.cdiv(row, block), layers * planes, b)](
-        storage, pages, prefix, path.contiguous(), accept_lens, accept_lens.stride(0), pages.shape[1], steps,
+        storage, pages, prefix, path.contiguous(), accept_lens, accept_lens.stride(0), pages.stride(0), steps,
         slots * row, row, PAGE=page_size, BP=triton.next_power_of_2(steps), BW=block, num_warps=4,
     )  # fmt: skip
 
@@ -65,7 +65,7 @@ def _columns(steps, row):
 def specimens():
     """Compile specimens: chains and full trees; a plane may pass 2^31 elements."""
     types = {"pages_ptr": "*i32", "prefix_ptr": "*i64", "path_ptr": "*i64", "lens_ptr": "*i64", "lens_stride": "i32"}
-    types |= {"columns": "i32", "steps": "i32", "plane": "i64", "width": "i32"}
+    types |= {"table": "i32", "steps": "i32", "plane": "i64", "width": "i32"}
     return [
         (_move, types | {"storage_ptr": name}, {"PAGE": 16, "BP": steps, "BW": _columns(steps, 512)}, {"num_warps": 4})
         for name in ("*bf16", "*fp16", "*fp32")

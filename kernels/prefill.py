@@ -144,9 +144,9 @@ def experts(x, ids, weights, gate_up, down, activation, residual=None):
     return moe.combine(parts, weights, residual, x)
 
 
-@triton.jit(do_not_specialize=["t", "columns"])
+@triton.jit(do_not_specialize=["t", "columns", "table"])
 def _flash(
-    q_ptr, k_ptr, v_ptr, pages_ptr, prefix_ptr, sinks_ptr, y_ptr, t, columns, groups, scale, window,
+    q_ptr, k_ptr, v_ptr, pages_ptr, prefix_ptr, sinks_ptr, y_ptr, t, columns, table, groups, scale, window,
     PAGE: tl.constexpr, R: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr,
     SINKS: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -167,7 +167,7 @@ def _flash(
     for start in range(begin, end, BN):
         key = start + tl.arange(0, BN)
         inside = key < end
-        low = (slot_of(pages_ptr + b.to(tl.int64) * columns, key, inside, PAGE) * groups + head)[:, None]
+        low = (slot_of(pages_ptr + b.to(tl.int64) * table, key, inside, PAGE) * groups + head)[:, None]
         k = tl.load(k_ptr + low * DK + lane_k[None, :], mask=inside[:, None] & (lane_k < DK)[None, :], other=0.0)
         v = tl.load(v_ptr + low * DV + lane_v[None, :], mask=inside[:, None] & (lane_v < DV)[None, :], other=0.0)
         seen = live[:, None] & (key[None, :] <= last[:, None])
@@ -205,7 +205,7 @@ def attention(q, k_plane, v_plane, pages, prefix, tree, page_size, scale, window
     constants, options = _flash_sizes(q.dtype, heads // groups, width_k, width_v)
     t, y = rows // b, q.new_empty(rows, heads * width_v)
     _flash[(triton.cdiv(t, constants["BT"]), groups, b)](
-        q.contiguous(), k_plane, v_plane, pages, prefix, sinks, y, t, pages.shape[1], groups,
+        q.contiguous(), k_plane, v_plane, pages, prefix, sinks, y, t, pages.shape[1], pages.stride(0), groups,
         scale * 1.4426950408889634, window or 0, PAGE=page_size, WINDOW=window is not None, SINKS=sinks is not None,
         **constants, **options,
     )  # fmt: skip
@@ -240,7 +240,7 @@ def specimens():
             constants, options = _flash_sizes(dtype, ratio, width, width)
             types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "sinks_ptr", "y_ptr"), name) | {"pages_ptr": "*i32"}
             types |= {"prefix_ptr": "*i64", "scale": "fp32"} | dict.fromkeys(
-                ("t", "columns", "groups", "window"), "i32"
+                ("t", "columns", "table", "groups", "window"), "i32"
             )
             cases.append((_flash, types, constants | {"PAGE": 16, "WINDOW": extra, "SINKS": extra}, options))
     return cases

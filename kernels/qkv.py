@@ -42,10 +42,10 @@ def _normed(x, norm_ptr, lane, inside, scale, DTYPE: tl.constexpr):
     return (x * scale * tl.load(norm_ptr + lane, mask=inside, other=0.0).to(tl.float32)).to(DTYPE).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["t", "columns"])
+@triton.jit(do_not_specialize=["t", "columns", "table"])
 def _place(
     y_ptr, q_norm_ptr, k_norm_ptr, eps, cos_sin_ptr, position_ptr, index_ptr, pages_ptr, q_ptr, k_ptr, v_ptr,
-    t, columns, heads, groups, NORM: tl.constexpr, PAGE: tl.constexpr, DH: tl.constexpr, TURNED: tl.constexpr,
+    t, columns, table, heads, groups, NORM: tl.constexpr, PAGE: tl.constexpr, DH: tl.constexpr, TURNED: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
     """Program (n, h): head h of row n's projections (queries, then keys, then values): q/k norm, RoPE, store."""
@@ -65,15 +65,15 @@ def _place(
             x = _normed(x, gain_ptr, lane, inside, scale, own.dtype)
             other = _normed(other, gain_ptr, partner, inside, scale, own.dtype)
         angle, turned = lane % half, lane < TURNED
-        table = cos_sin_ptr + tl.load(position_ptr + row) * TURNED + angle
-        cos, sin = tl.load(table, mask=turned, other=1.0), tl.load(table + half, mask=turned, other=0.0)
+        cos_ptr = cos_sin_ptr + tl.load(position_ptr + row) * TURNED + angle
+        cos, sin = tl.load(cos_ptr, mask=turned, other=1.0), tl.load(cos_ptr + half, mask=turned, other=0.0)
         own = tl.where(turned, x * cos + tl.where(lane < half, -other, other) * sin, x).to(own.dtype)
     if head < heads:
         tl.store(q_ptr + (row.to(tl.int64) * heads + head) * DH + lane, own, mask=inside)
     else:
         index = tl.load(index_ptr + row)
         written = (index >= 0) & (index < columns.to(tl.int64) * PAGE)
-        page = tl.load(pages_ptr + (row // t).to(tl.int64) * columns + index // PAGE, mask=written, other=0)
+        page = tl.load(pages_ptr + (row // t).to(tl.int64) * table + index // PAGE, mask=written, other=0)
         slot = tl.where(written, page.to(tl.int64) * PAGE + index % PAGE, 0)
         if head < heads + groups:
             tl.store(k_ptr + (slot * groups + head - heads) * DH + lane, own.to(k_ptr.dtype.element_ty), mask=inside)
@@ -97,8 +97,8 @@ def place(y, eps, q_norm, k_norm, cos_sin, positions, index, pages, page_size, k
     q = y.new_empty(rows, heads, width)
     _place[(rows, heads + 2 * groups)](
         y, q_norm, k_norm, eps, cos_sin, positions.contiguous(), index.contiguous(), pages, q, k_plane, v_plane,
-        positions.shape[1], pages.shape[1], heads, groups, NORM=q_norm is not None, PAGE=page_size, DH=width,
-        TURNED=cos_sin.shape[1], BD=max(32, up(width)), num_warps=1,
+        positions.shape[1], pages.shape[1], pages.stride(0), heads, groups,
+        NORM=q_norm is not None, PAGE=page_size, DH=width, TURNED=cos_sin.shape[1], BD=max(32, up(width)), num_warps=1,
     )  # fmt: skip
     return q
 
@@ -110,7 +110,7 @@ def specimens():
         for width, turned, normed in ((128, 128, True), (64, 64, False), (80, 40, True)):
             types = dict.fromkeys(("y_ptr", "q_norm_ptr", "k_norm_ptr", "q_ptr", "k_ptr", "v_ptr"), name)
             types |= {"eps": "fp32", "cos_sin_ptr": "*fp32", "position_ptr": "*i64", "index_ptr": "*i64"}
-            types |= {"pages_ptr": "*i32"} | dict.fromkeys(("t", "columns", "heads", "groups"), "i32")
+            types |= {"pages_ptr": "*i32"} | dict.fromkeys(("t", "columns", "table", "heads", "groups"), "i32")
             constants = {"NORM": normed, "PAGE": 16, "DH": width, "TURNED": turned, "BD": up(width)}
             cases.append((_place, types, constants, {"num_warps": 1}))
     return cases

@@ -8,9 +8,12 @@ import dataclasses
 
 import pytest
 import torch
+from oracles import Replay
+from toys import V, pair
 from twin_cases import CASES
 
 import kernels
+from engine import Sampling, Shape
 from kernels.prefill import OPERATIONS
 
 CPU = pytest.mark.interpreter
@@ -118,3 +121,21 @@ def test_stamps_ascend():
         kernels.FUSED.stamp(stamps, number)
     first, second, third = stamps.tolist()
     assert 0 < first <= second <= third < first + 60 * 10**9
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=CPU), pytest.param("cuda", marks=GPU)])
+def test_a_whole_engine(toys, device):
+    """Prompts of different lengths in a batch, a head's tree and an oracle's: the ids of the reference table.
+
+    On the CPU the page table of a pass is columns of a wider one. Kills: its rows taken to be adjacent.
+    """
+    prompts, longer = [[1, 4, 1, 5, 9, 2, 6], [(7 * i) % V for i in range(20)]], 3 if device == "cpu" else 40
+    want, got = [], []
+    for table in (kernels.REFERENCE, kernels.FUSED):
+        engine = pair(toys.history(), toys.random_draft(), page_size=16, ops=table, device=device)
+        for shape in (Shape(0, 1, 1), Shape(3, 3, 9)):
+            results = engine.generate(prompts, Sampling(max_new_tokens=longer), shape=shape)
+            (want if table is kernels.REFERENCE else got).append([r.token_ids for r in results])
+    engine.drafter = Replay([p + t for p, t in zip(prompts, want[0], strict=True)], V, 0.8, device=device)
+    results = engine.generate(prompts, Sampling(max_new_tokens=longer), shape=Shape(3, 3, 9))
+    assert want[0] == want[1] == got[0] == got[1] == [r.token_ids for r in results]

@@ -36,9 +36,11 @@ class Make:
         weight[[first, second], first % 5] = 3
 
     def pages(self, batch, columns):
-        """A page table in disorder; page 0 is nobody's."""
+        """A page table in disorder, columns of a wider one; page 0 is nobody's."""
+        table = torch.full((batch, columns + 3), 1 << 30, dtype=torch.int32, device=self.device)
         order = torch.randperm(batch * columns, generator=self.generator) + 1
-        return order.view(batch, columns).to(self.device, torch.int32)
+        table[:, :columns] = order.view(batch, columns)
+        return table[:, :columns]
 
     def tree(self, nodes):
         """Parents of a random tree [T]."""
