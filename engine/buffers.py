@@ -4,8 +4,10 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from .rules import Draws, Greedy, Sampled
 from .shape import MAX_NODES, Shape
 
+GREEDY = Greedy()
 BACKLOG = MAX_NODES  # rows the drafter may lag behind; one cycle emits at most as many
 
 
@@ -26,6 +28,7 @@ class State:
     backlog_tokens: torch.Tensor  # B W+1; row W is scratch
     backlog_features: torch.Tensor  # B W+1 F
     report: torch.Tensor  # B 64+4
+    draws: Draws  # what each slot draws with; no cycle writes it
 
     STOPS = 32  # stop ids a request may have
 
@@ -48,6 +51,7 @@ class State:
             backlog_tokens=ints(batch, BACKLOG + 1),
             backlog_features=torch.zeros(batch, BACKLOG + 1, features, dtype=dtype, device=device),
             report=ints(batch, MAX_NODES + 4),
+            draws=Draws.allocate(batch, device),
         )
         state.done.fill_(1)
         return state
@@ -88,29 +92,36 @@ class State:
         return self.report[:, MAX_NODES + 3]
 
     def snapshot(self):
-        """Copies of all tensors, for `restore`."""
-        return [getattr(self, f.name).clone() for f in fields(self) if f.name != "pages"]
+        """Copies of all tensors that a cycle writes, for `restore`."""
+        return [getattr(self, name).clone() for name in self._written()]
 
     def restore(self, snapshot):
         """Put the copies back."""
-        for name, kept in zip((f.name for f in fields(self) if f.name != "pages"), snapshot, strict=True):
+        for name, kept in zip(self._written(), snapshot, strict=True):
             getattr(self, name).copy_(kept)
+
+    def _written(self):
+        return [f.name for f in fields(self) if f.name not in ("pages", "draws")]
 
     def clear(self, slot):
         """Empty one slot: whatever a cycle writes for it goes to the scratch page, and it emits nothing."""
+        self.draws.seat(slot)
+        self._empty(slot)
+
+    def _empty(self, slot):
         for tensor in (self.table, self.seq_lens, self.limits, self.root, self.backlog, self.report):
             tensor[slot] = 0
         self.stop_ids[slot] = -1
         self.done[slot] = 1
 
     def start(self, slot, pages, rows, limit, first, feature, stop_ids):
-        """Seat a prefilled request: exactly what accept leaves after emitting its first token.
+        """Seat a prefilled request: exactly what accept leaves after emitting its first token. `draws` stay.
 
         Args:
             pages: list of page numbers; rows: committed rows n; limit: rows there may be; first: [1] token at n;
             feature: [1, F] the target's features at n - 1; stop_ids: list.
         """
-        self.clear(slot)
+        self._empty(slot)
         self.table[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32, device=self.table.device)
         self.stop_ids[slot, : len(stop_ids)] = torch.tensor(stop_ids, dtype=torch.int64, device=self.table.device)
         self.seq_lens[slot], self.limits[slot], self.backlog[slot], self.done[slot] = rows, limit, 1, 0
@@ -130,13 +141,16 @@ class Tree:
     ancestors: torch.Tensor  # B T   bit j: node j is an ancestor, or the node itself
     aux: torch.Tensor  # B T F the target's features at each node
     target_ids: torch.Tensor  # B T   the target's token after each node
+    lse: torch.Tensor  # B T   fp32 log-sum-exp of the node's logits, written where they are kept
     finite: torch.Tensor  # B T   bool: the node's logits were finite
     path: torch.Tensor  # B P   accepted nodes, root first
     logits: torch.Tensor | None  # B T V fp32 where somebody asked for them
+    rule: Greedy | Sampled
+    q: torch.Tensor | None  # B T V fp32 what node j+1 of a sampled chain was drawn from; zeros: it was not drawn
 
     @classmethod
-    def allocate(cls, batch, shape, features, dtype, device, vocabulary=None):
-        """Buffers for `batch` trees of `shape`; `vocabulary` keeps the logits of all nodes too."""
+    def allocate(cls, batch, shape, features, dtype, device, vocabulary=None, rule=GREEDY):
+        """Buffers for `batch` trees of `shape` under an accept rule; `vocabulary` keeps the logits of all nodes too."""
 
         def ints(width):
             return torch.zeros(batch, width, dtype=torch.int64, device=device)
@@ -150,7 +164,10 @@ class Tree:
             ancestors=ints(t) + 1,  # what plain decoding needs: the root sees itself
             aux=torch.zeros(batch, t, features, dtype=dtype, device=device),
             target_ids=ints(t),
+            lse=torch.zeros(batch, t, device=device),
             finite=torch.ones(batch, t, dtype=torch.bool, device=device),
             path=ints(shape.path),
             logits=None if vocabulary is None else torch.zeros(batch, t, vocabulary, device=device),
+            rule=rule,
+            q=torch.zeros(batch, t, vocabulary, device=device) if rule.drafts and shape.topk == 1 < t else None,
         )

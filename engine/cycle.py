@@ -29,12 +29,14 @@ class Cycle:
         t.tokens[:, 0] = s.root
         if t.shape.steps == 0:
             return
+        if t.q is not None:
+            t.q.zero_()
         self.drafter.propose(s, t, self.cache)
         s.backlog.zero_()
         self.ops.ancestry(t.parents, t.depths, t.ancestors, t.shape.steps)
 
     def verify(self):
-        """The target over all nodes: node j ropes at n + depth and writes row n + j."""
+        """The target over all nodes: node j ropes at n + depth and writes row n + j. The rule picks its answers."""
         s, t = self.state, self.tree
         n = s.seq_lens[:, None]
         index = n + torch.arange(t.shape.draft_tokens, device=n.device)
@@ -42,8 +44,10 @@ class Cycle:
         hidden, aux = self.target.forward(batch, self.cache)
         logits = None if t.logits is None else t.logits.flatten(0, 1)
         _, ids, lse = self.target.head(hidden, 1, logits)
-        t.target_ids.copy_(ids.view_as(t.target_ids))
         t.finite.copy_(torch.isfinite(lse).view_as(t.finite))
+        if t.logits is not None:
+            t.lse.copy_(lse.view_as(t.lse))
+        t.target_ids.copy_(t.rule.answer(self.ops, ids.view_as(t.target_ids), s, t))
         t.aux.copy_(aux.view_as(t.aux))
 
     def accept(self):
@@ -118,7 +122,7 @@ def prefill(target, drafter, cache, tokens, pages, chunk, start=0, logits=None):
         logits: [1, V] fp32 written with those of the last row, or None.
 
     Returns:
-        ids [1], finite [1] bool (the first token), feature [1, F] under it.
+        ids [1] the most likely first token, lse [1] of its logits, feature [1, F] under it.
     """
     n, at = tokens.shape[1], start
     while at < n:
@@ -130,4 +134,4 @@ def prefill(target, drafter, cache, tokens, pages, chunk, start=0, logits=None):
             drafter.extend(Batch.causal(tokens[:, at + 1 : at + rows + 1], prefix, pages), aux[:rows], cache)
         at = end
     _, ids, lse = target.head(hidden[-1:], 1, logits)
-    return ids[:, 0], torch.isfinite(lse), aux[-1:]
+    return ids[:, 0], lse, aux[-1:]

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import inspect
+import math
 
 from weights.config import Refused
 
@@ -10,8 +12,11 @@ from .graph import Graphs
 from .loading import Options, load
 from .report import statistics
 from .request import Request, Sampling
-from .session import Programs, Session
+from .rules import rule_of
+from .score import score
+from .session import Programs, Session, wanted
 from .shape import PLAIN, Shape
+from .watch import Watch, tensors
 
 DEFAULT_SHAPE = Shape(3, 1, 4)
 
@@ -26,8 +31,9 @@ class Engine:
         self.graphs = Graphs(graphs, parts.device)
         columns = -(-(parts.max_context + options.reserve) // options.page_size)
         self.programs = Programs(parts, columns, self.graphs)
-        self.pool = Pool(parts.cache.pages, parts.cache.page_size)
-        self._busy = False
+        unit = math.lcm(options.page_size, options.prefill_chunk) if options.prefix_cache else None
+        self.pool = Pool(parts.cache.pages, parts.cache.page_size, unit)
+        self._events, self._watch = None, Watch()
 
     @classmethod
     def load(cls, target=None, draft=None, shape=None, *, shapes=(), graphs="auto", progress=None, **options):
@@ -54,12 +60,18 @@ class Engine:
             engine.prepare(wanted)
         return engine
 
-    def prepare(self, shape, requests=1, profile=None):
-        """Capture the cycle of `shape` for so many requests at once ahead of its first use; nothing on the CPU."""
+    def prepare(self, shape, requests=1, profile=None, samplings=()):
+        """Capture the cycle of `shape` for so many requests at once ahead of its first use; nothing on the CPU.
+
+        samplings: how these requests are decoded, where not greedily.
+        """
         self._idle()
         self._check(shape)
+        self._look()
+        detail, rule = wanted(samplings) is not None, rule_of(samplings)
         drafter = None if shape == PLAIN else self.parts.drafter
-        self.programs.prepare(self._batch(requests), shape, drafter, stamped=profile is not None)
+        stamped = profile is not None
+        self.programs.prepare(self._batch(requests), shape, drafter, detail=detail, stamped=stamped, rule=rule)
 
     def _batch(self, requests):
         """Slots for so many requests: a power of two, at most max_batch."""
@@ -71,18 +83,56 @@ class Engine:
         return self.parts.target
 
     @property
+    def cache(self):
+        """The paged cache, which a drafter of one's own may need to build (engine.drafters.history)."""
+        return self.parts.cache
+
+    @property
     def drafter(self):
-        """The drafter: assign any object with the Drafter protocol."""
+        """The drafter: assign any object with the Drafter protocol (engine.drafters). The old one is let go."""
         return self.parts.drafter
 
     @drafter.setter
     def drafter(self, drafter):
         self._idle()
-        self.parts.drafter = drafter
-        self.parts.cache.adopt("draft", getattr(drafter, "cache_rows", None))
+        for name in ("extend", "propose"):
+            if drafter is not None and not callable(getattr(drafter, name, None)):
+                kind = type(drafter).__name__
+                raise Refused(f"drafter: {kind} has no {name}(); supported: the protocol of engine.drafters, or None")
+        if drafter is not self.parts.drafter:
+            self.programs.drop(self.parts.drafter)
+            self.pool.forget()  # its prefixes hold the old one's rows
+            self.parts.drafter = drafter
+            self.parts.cache.adopt("draft", getattr(drafter, "cache_rows", None))
+
+    def forget(self):
+        """Drop every captured graph and cached prefix. Needed only after weights were written past torch: through
+        `.data` or by kernels of one's own; every other change is seen when the next request begins."""
+        self._idle()
+        self.programs.forget()
+        self.pool.forget()
+
+    def _look(self):
+        """Drop what was captured over tensors that have gone, and prefixes computed from weights that have changed."""
+        beyond = (self, self.parts, self.cache, self.programs, self.pool)
+        target, draft = tensors([self.target], beyond), tensors([self.drafter], beyond)
+        rows = target if getattr(self.drafter, "cache_rows", None) is None else target + draft
+        gone, changed = self._watch.look(target + draft, rows)
+        if gone:
+            self.programs.forget()
+        if changed:
+            self.pool.forget()
 
     def encode(self, prompt):
         """Token ids of a prompt: a text, a list of ids, or a list of chat messages. Raises Refused."""
+        ids = self._ids(prompt)
+        if len(ids) >= self.parts.max_context:
+            raise Refused(
+                f"prompt: {len(ids)} tokens leave no room for a new one; the context holds {self.parts.max_context}"
+            )
+        return ids
+
+    def _ids(self, prompt):
         text, vocabulary = self.parts.text, self.parts.target.head.vocabulary
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
             if text is None:
@@ -92,16 +142,39 @@ class Engine:
             if text is None:
                 raise Refused("prompt: this checkpoint has no tokenizer; supported: token ids")
             prompt = text.encode(prompt) if prompt.strip() else []
-        if not isinstance(prompt, list) or not prompt:
+        elif not isinstance(prompt, list):
+            kind = type(prompt).__name__
+            raise Refused(f"prompt: it is a {kind}; supported: a text, a list of ids or a list of chat messages")
+        if not prompt:
             raise Refused("prompt: it is empty; supported: at least one token")
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
                 raise Refused(f"prompt: token id {token!r}; supported: whole numbers from 0 to {vocabulary - 1}")
-        if len(prompt) >= self.parts.max_context:
-            raise Refused(
-                f"prompt: {len(prompt)} tokens leave no room for a new one; the context holds {self.parts.max_context}"
-            )
         return prompt
+
+    def score(self, prompt):
+        """Teacher-forced scores of a text, a list of ids or of messages; no stream may be in progress.
+
+        Returns:
+            engine.score.Score: .token_ids, .logprobs [n - 1], .boundaries [n, F], .layers.
+
+        Raises Refused for what is no prompt, or longer than the context or the cache.
+        """
+        self._idle()
+        ids, most = self._ids(prompt), self.parts.max_context
+        if len(ids) > most:
+            raise Refused(f"score: {len(ids)} tokens; the context holds {most}")
+        self.pool.demand(len(ids))
+        self._look()
+        pages, (target, _) = [], self.programs.for_prompts(None)
+        try:
+            if self.pool.take(len(ids), into=pages) is None:
+                need, free = self.pool.pages_for(len(ids)), self.pool.free
+                raise Refused(f"score: {len(ids)} tokens need {need} pages of the cache, {free} are free")
+            return score(target, self.cache, ids, pages, self.options.prefill_chunk, self.parts.device)
+        finally:
+            self.pool.give_back(pages)
+            self.pool.settle()
 
     def generate(self, prompt, sampling=None, *, shape=None, profile=None):
         """Decode one prompt, or a list of prompts `max_batch` at a time.
@@ -116,10 +189,8 @@ class Engine:
         several = _several(prompt)
         prompts = prompt if several else [prompt]
         samplings = sampling if isinstance(sampling, list) else [sampling or Sampling()] * len(prompts)
-        if len(samplings) != len(prompts):
-            raise Refused(f"sampling: {len(samplings)} for {len(prompts)} prompts; supported: one, or one for each")
         shape = shape or self.shape
-        requests = [self._request(i, p, s) for i, (p, s) in enumerate(zip(prompts, samplings, strict=True))]
+        requests = self._requests(prompts, samplings)
         with contextlib.closing(self._session(requests, shape, profile=profile)) as events:
             for _ in events:
                 pass
@@ -140,14 +211,26 @@ class Engine:
 
     def stream_all(self, prompts, samplings, *, shape=None, profile=None, details=False):
         """Decode a list of prompts, yielding the Event of whichever request moved; .request.index tells which."""
-        requests = [self._request(i, p, s) for i, (p, s) in enumerate(zip(prompts, samplings, strict=True))]
+        requests = self._requests(prompts, samplings)
         return self._session(requests, shape or self.shape, detail=details, profile=profile)
+
+    def _requests(self, prompts, samplings):
+        """A request of each prompt; what is refused is said with its index where there are several."""
+        if len(samplings) != len(prompts):
+            raise Refused(f"sampling: {len(samplings)} for {len(prompts)} prompts; supported: one, or one for each")
+        requests = []
+        for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
+            with _named(index, len(prompts)):
+                requests.append(self._request(index, prompt, sampling))
+        return requests
 
     def _request(self, index, prompt, sampling):
         ids, vocabulary = self.encode(prompt), self.parts.target.head.vocabulary
         for token in sampling.stop_ids:
             if token >= vocabulary:
                 raise Refused(f"stop_ids: {token} is outside the vocabulary of {vocabulary}")
+        if (sampling.logprobs or 0) > vocabulary:
+            raise Refused(f"logprobs is {sampling.logprobs}; supported: 0 to {vocabulary}, the vocabulary")
         own = () if sampling.ignore_eos else self.parts.end_ids
         limit = min(sampling.max_new_tokens, self.parts.max_context - len(ids))
         return Request(index, ids, sampling, frozenset(own) | set(sampling.stop_ids), limit, self.parts.text)
@@ -160,21 +243,21 @@ class Engine:
         chunk = self.options.prefill_chunk
         session = Session(self.programs, self.pool, requests, batch, shape, chunk, detail=detail, profile=profile)
         rows = [session.rows(request) for request in requests]
-        for need in rows:
-            self.pool.demand(need)
+        for index, need in enumerate(rows):
+            with _named(index, len(rows)):
+                self.pool.demand(need)
         return self._run(session, self.pool.pages_for(max(rows, default=1)))
 
     def _run(self, session, columns):
         self._idle()
-        self._busy = True
-        try:
-            session.state.widen(columns)
-            yield from session.events()
-        finally:
-            self._busy = False
+        self._look()
+        session.state.widen(columns)
+        self._events = session.events()
+        yield from self._events
 
     def _idle(self):
-        if self._busy:
+        state = self._events and inspect.getgeneratorstate(self._events)  # no flag that an interruption could leave set
+        if state in (inspect.GEN_SUSPENDED, inspect.GEN_RUNNING):
             raise Refused("engine: another request is in progress; finish or close its stream first")
 
     def _check(self, shape):
@@ -195,3 +278,14 @@ def _several(prompt):
     if not isinstance(prompt, list) or not prompt:
         return False
     return isinstance(prompt[0], str | list)
+
+
+@contextlib.contextmanager
+def _named(index, count):
+    """What is refused inside is said of prompt `index`, where there are several."""
+    try:
+        yield
+    except Refused as error:
+        if count == 1:
+            raise
+        raise Refused(f"prompt {index}: {str(error).removeprefix('prompt: ')}") from None

@@ -15,6 +15,7 @@ from . import options, prompts, report
 from .engine import Engine
 from .profile import Profile
 from .request import Sampling
+from .rules import Sampled, rule_of
 from .session import NonFinite
 from .shape import PLAIN
 
@@ -42,7 +43,7 @@ def run(o) -> None:
     """Load, decode and report as `o`, the parsed options, says."""
     given = [prompts.Prompt(o.prompt, "")] if o.prompt_file is None else prompts.read(o.prompt_file)
     given = prompts.chat(given) if o.chat else given
-    samplings = [sampling(o, prompt.seed or 0) for prompt in given]
+    samplings = [sampling(o, prompt.seed) for prompt in given]
     target, draft = options.pair(o)
     shape = options.shape(o, draft)
 
@@ -54,15 +55,15 @@ def run(o) -> None:
     before, compare = {}, None
     if o.compare:
         for warm in (PLAIN, shape):
-            decode(engine, [(requests[0][0], sampling(o, 0, WARM_UP))], warm, Quiet())
+            decode(engine, [(requests[0][0], sampling(o, None, WARM_UP))], warm, Quiet())
         before = launches(engine)
         plain = decode(engine, requests, PLAIN, Quiet())
     out = Typewriter() if o.batch == 1 else InOrder()
     profile = Profile() if o.profile else None
-    engine.prepare(shape, len(requests), profile=profile)
+    engine.prepare(shape, len(requests), profile=profile, samplings=samplings)
     done = decode(engine, requests, shape, out, profile)
     if o.compare:
-        compare = report.comparison(plain, done)
+        compare = report.comparison(plain, done, drawn=isinstance(rule_of(samplings), Sampled))
     say(report.decoded(done, compare, sum(prompt.templated for prompt in given)))
     if o.stats is not None:
         graphs = [entry | since(entry, before) for entry in engine.graphs.report()]
@@ -70,15 +71,17 @@ def run(o) -> None:
         Path(o.stats).write_text(json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def sampling(o, seed: int, most: int | None = None) -> Sampling:
-    """How one request is decoded; `most` caps its tokens further."""
+def sampling(o, seed: int | None = None, most: int | None = None) -> Sampling:
+    """How one request is decoded; `seed` is its own, `most` caps its tokens further."""
+    asked = {"temperature": o.temperature, "top_k": o.top_k, "top_p": o.top_p, "min_p": o.min_p}
+    asked["seed"] = o.seed if seed is None else seed
     return Sampling(
         max_new_tokens=o.max_new_tokens if most is None else min(most, o.max_new_tokens),
-        temperature=o.temperature,
-        seed=seed,
         stop=o.stop,
         stop_ids=o.stop_id,
         ignore_eos=o.ignore_eos,
+        logprobs=o.logprobs,
+        **{name: value for name, value in asked.items() if value is not None},
     )
 
 
@@ -105,6 +108,7 @@ def load(o, target: str | None, draft: str, shape) -> Engine:
             pages=o.pages,
             page_size=o.page_size,
             prefill_chunk=o.prefill_chunk,
+            prefix_cache=not (o.no_prefix_cache or o.compare),  # both ways of a comparison start from nothing
             capture_layers=o.capture_layers,
         )
 
@@ -123,12 +127,16 @@ def decode(engine: Engine, requests: list[tuple[list[int], Sampling]], shape, ou
     """Decode all requests, each event shown to `out`; profile: an engine.profile.Profile that takes stage times."""
     results, spans = {}, {}
     before = sum(sum(counts) for counts in launches(engine).values())
-    for event in engine.stream_all(*map(list, zip(*requests, strict=True)), shape=shape, profile=profile):
-        out.show(event)
-        request = event.request
-        if request.finished:
-            results[request.index] = request.result(shape)
-            spans[request.index] = (request.first, request.last)
+    try:
+        for event in engine.stream_all(*map(list, zip(*requests, strict=True)), shape=shape, profile=profile):
+            out.show(event)
+            request = event.request
+            if request.finished:
+                results[request.index] = request.result(shape)
+                spans[request.index] = (request.first, request.last)
+    except (KeyboardInterrupt, NonFinite):
+        out.stop()
+        raise
     after = sum(sum(counts) for counts in launches(engine).values())
     order = sorted(results)
     stages = None if profile is None else profile.medians()
@@ -152,14 +160,26 @@ class Quiet:
     def show(self, event) -> None:
         """Take one event of engine.session."""
 
+    def stop(self) -> None:
+        """Nothing more will come: show what there is."""
+
 
 class Typewriter(Quiet):
     """Writes the one request in progress as it comes; ids where there is no tokenizer."""
+
+    def __init__(self):
+        self.inside = False  # a line
 
     def show(self, event) -> None:
         """Write what the event released, and a line's end after the last."""
         piece = "".join(f"{token} " for token in event.tokens) if event.text is None else event.text
         print(piece, end="\n" if event.request.finished else "", flush=True)
+        self.inside = not event.request.finished
+
+    def stop(self) -> None:
+        """End the line."""
+        if self.inside:
+            print(flush=True)
 
 
 class InOrder(Quiet):
@@ -178,6 +198,11 @@ class InOrder(Quiet):
         while self.next in self.ended:
             print(self.pieces.pop(self.next), flush=True)
             self.next += 1
+
+    def stop(self) -> None:
+        """Write what has come of the others."""
+        for index in sorted(self.pieces):
+            print(self.pieces.pop(index), flush=True)
 
 
 def say(lines: list[str]) -> None:

@@ -77,9 +77,11 @@ class Graphs:
             self.entries[key] = entry
         return self.entries[key]
 
-    def forget(self):
-        """Drop every capture: the tensors they point to are no longer the ones in use."""
-        self.entries.clear()
+    def forget(self, programs=None):
+        """Drop the captures of these programs, or all: the tensors they point to are no longer the ones in use."""
+        gone = None if programs is None else {id(program) for program in programs}
+        for key in [key for key in self.entries if gone is None or key[2] in gone]:
+            del self.entries[key]
 
     def _capture(self, program, stages):
         """Warm up on a side stream over a state that is put back afterwards, then record."""

@@ -8,7 +8,7 @@ import torch
 from kernels import FUSED, REFERENCE, Ops
 from weights import AnyCheckpoint, Checkpoint, Refused, Renamed, Source, eos_ids, head_names, named, resolve
 from weights.capture import Capture, boundaries
-from weights.config import Eagle3Config, Qwen3MoeConfig
+from weights.config import Eagle3Config, LlamaConfig, Qwen3MoeConfig
 from weights.formats import format_of
 from weights.heads import check_table, tolerated
 
@@ -20,7 +20,11 @@ from .targets import TARGETS
 from .text import Text
 from .tp import TP
 
-CONFIGS = {"Qwen3MoeForCausalLM": Qwen3MoeConfig}
+CONFIGS = {
+    "LlamaForCausalLM": LlamaConfig,
+    "Qwen3ForCausalLM": LlamaConfig,
+    "Qwen3MoeForCausalLM": Qwen3MoeConfig,
+}
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -40,8 +44,10 @@ class Options:
     page_size: int = 64
     prefill_chunk: int = 512
     capture_layers: str | None = None
+    prefix_cache: bool = True  # prompts read the rows of an earlier one that begins alike
     reserve: int = MAX_NODES  # rows past the prefix that a cycle may write
     ops: Ops | None = None  # the table of operations: fused on CUDA, reference on the CPU
+    prompt_ops: Ops | None = None  # of a prompt's passes (kernels.PREFILL, say); None: the same table
 
 
 @dataclass
@@ -52,6 +58,7 @@ class Parts:
     drafter: object | None
     cache: Cache
     ops: Ops
+    prompt_ops: Ops  # of a prompt's passes
     tp: TP
     dtype: torch.dtype
     device: torch.device
@@ -121,7 +128,9 @@ def open_target(options):
     names = checkpoint.config.get("architectures")
     reader = CONFIGS.get(names[0]) if isinstance(names, list) and len(names) == 1 else None
     if reader is None:
-        raise Refused(f"{_config(checkpoint)}: key 'architectures' is {names!r}; supported targets: {', '.join(CONFIGS)}")
+        raise Refused(
+            f"{_config(checkpoint)}: key 'architectures' is {names!r}; supported targets: {', '.join(CONFIGS)}"
+        )
     return Opened(checkpoint, reader.read(checkpoint.config, _config(checkpoint), checkpoint.generation), folder)
 
 
@@ -135,7 +144,8 @@ def open_draft(options):
             raise Refused(f"draft: {options.draft!r} names a target config; supported there: --random NAME")
         raw = found["draft"]
         own = {"lm_head.weight", "d2t"} if raw.get("draft_vocab_size") else {"lm_head.weight"}
-        checkpoint = AnyCheckpoint(raw, present=own)
+        later = range(1, raw.get("num_hidden_layers", 1))
+        checkpoint = AnyCheckpoint(raw, present=own | {f"layers.{i}.input_layernorm.weight" for i in later})
     else:
         checkpoint = Checkpoint.open(resolve(options.draft))
         checkpoint = Renamed(checkpoint, head_names(checkpoint))
@@ -186,9 +196,10 @@ def load(options, progress=None):
     capture = None
     if draft is not None:
         draft.config.fits(target.config.hidden, target.config.vocab, _config(draft.checkpoint))
+        draft.config.reaches(max_context, _config(draft.checkpoint))
         capture = boundaries(draft.config, target.config.layers, options.capture_layers)
     elif options.capture_layers is not None:
-        raise Refused(f"capture_layers: {options.capture_layers!r} needs a draft; there is none")
+        capture = boundaries(None, target.config.layers, options.capture_layers)  # for a drafter assigned later
     plan = Plan(target, draft, capture, max_context + options.reserve, ops, tp, dtype)
 
     dry = plan.build("meta")
@@ -216,6 +227,7 @@ def load(options, progress=None):
         drafter=drafter,
         cache=Cache(kinds, pages, options.page_size, dtype, device),
         ops=ops,
+        prompt_ops=options.prompt_ops or ops,
         tp=tp,
         dtype=dtype,
         device=device,

@@ -66,11 +66,6 @@ FOREIGN = {
 # Options whose work is not built: why they are refused, and what is there instead.
 ABSENT = {
     "shape": "the engine does not choose a shape itself; supported: --steps S --topk K --draft-tokens D",
-    "top_k": "decoding is greedy; supported: leave it out",
-    "top_p": "decoding is greedy; supported: leave it out",
-    "min_p": "decoding is greedy; supported: leave it out",
-    "seed": "greedy decoding draws no numbers; supported: leave it out",
-    "logprobs": "log-probabilities are not reported; supported: leave it out",
     "expert_parallel": "one device holds all experts; supported: leave it out",
     "tp_slice": "a share of a tensor-parallel model cannot be built; supported: --random NAME --layers N",
     "no_check": "there is no check at load to skip; supported: leave it out",
@@ -125,17 +120,18 @@ def parser() -> Parser:
     add("--stop", action="append", default=[], metavar="STR", help="end the text before STR; repeatable")
     add("--stop-id", action="append", default=[], type=least(0), metavar="N", help="end with token N; repeatable")
     add("--ignore-eos", action="store_true", help="the checkpoint's own end tokens do not end the text")
-    add("--temperature", type=number, default=Sampling.temperature, metavar="T", help="0 (greedy) is supported")
-    add("--top-k", type=least(0), metavar="N", help="not supported")
-    add("--top-p", type=number, metavar="P", help="not supported")
-    add("--min-p", type=number, metavar="P", help="not supported")
-    add("--seed", type=least(0), metavar="N", help="not supported: greedy decoding draws no numbers")
-    add("--logprobs", type=least(0), metavar="N", help="not supported")
+    add("--temperature", type=number, metavar="T", help="draw from softmax(logits / T); default 0, greedy")
+    add("--top-k", type=least(0), metavar="N", help="draw from the N likeliest tokens; default 0, all")
+    add("--top-p", type=number, metavar="P", help="from the fewest of those that hold P; default 1, all")
+    add("--min-p", type=number, metavar="P", help="from those at least P times as likely as the first; default 0, all")
+    add("--seed", type=least(0), metavar="N", help="of the draws; default 0, a prompt's own seed counts first")
+    add("--logprobs", type=least(0), metavar="N", help="each token's log-probability and the N greatest, in --stats")
     add("--batch", type=least(1), default=1, metavar="N", help="prompts at once; default %(default)s")
     add("--max-context", type=least(2), metavar="N", help="positions of a prompt and its answer; default: the model's")
     add("--pages", type=least(2), metavar="N", help="pages of the cache; default: enough for --batch full contexts")
     add("--page-size", type=least(1), default=Options.page_size, metavar="N", help="rows a page; default %(default)s")
     add("--prefill-chunk", type=least(1), default=Options.prefill_chunk, metavar="N", help="default %(default)s")
+    add("--no-prefix-cache", action="store_true", help="compute a prompt's beginning anew where an earlier one shares it")
     add("--device", metavar="cpu|cuda|cuda:N", help="default: CUDA where there is a GPU")
     add("--dtype", choices=tuple(DTYPES), help="default: bfloat16 on CUDA, float32 on the CPU")
     add("--graphs", choices=MODES, default="auto", help="CUDA graphs; default %(default)s")
@@ -185,6 +181,13 @@ def _conflicts(o: argparse.Namespace):
     yield o.layers and not o.random, f"--layers {o.layers}: supported with --random only"
     yield o.tp > 1, f"--tp {o.tp}: supported: 1"
     yield o.draft_tp != "auto", f"--draft-tp {o.draft_tp}: needs --tp above 1; supported: auto"
+    for name in ("top_k", "top_p", "min_p", "seed"):
+        value, option = getattr(o, name), f"--{name.replace('_', '-')}"
+        yield (
+            o.temperature is None and value is not None,
+            f"{option} {value}: decoding is greedy without --temperature; supported: with --temperature T",
+        )
+    yield o.logprobs is not None and o.stats is None, f"--logprobs {o.logprobs}: they go to --stats FILE.json; give it"
     yield stats.is_dir() or not stats.parent.is_dir(), f"--stats {o.stats}: supported: a file in an existing directory"
 
 

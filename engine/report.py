@@ -93,8 +93,9 @@ def statistics(result) -> dict:
         "cycles": len(result.cycles),
         "emitted_per_cycle": [emitted for emitted, _, _ in result.cycles],
         **Acceptance.of(result.cycles).report(),
-        "logprobs": None,
+        "logprobs": result.logprobs,
         "first_token_ms": result.first_token_ms,
+        "reused_tokens": result.reused_tokens,
     }
 
 
@@ -146,14 +147,15 @@ class Run:
         }
 
 
-def comparison(plain: Run, speculative: Run) -> dict:
-    """The same requests decoded both ways; speedup null where either was not measured."""
-    before, after = plain.tokens_per_second, speculative.tokens_per_second
+def comparison(plain: Run, speculative: Run, drawn: bool = False) -> dict:
+    """The same requests decoded both ways; speedup null where either was not measured. `drawn`: tokens were sampled, so
+    that other ids say nothing (identical null)."""
+    before, after, same = plain.tokens_per_second, speculative.tokens_per_second, None if drawn else False
     return {
         "plain_tokens_per_second": before,
         "speculative_tokens_per_second": after,
         "speedup": after / before if before and after else None,
-        "identical": [r.token_ids for r in plain.results] == [r.token_ids for r in speculative.results],
+        "identical": [r.token_ids for r in plain.results] == [r.token_ids for r in speculative.results] or same,
     }
 
 
@@ -222,7 +224,7 @@ def decoded(run: Run, compare: dict | None, templated: int) -> list[str]:
         parts = ", ".join(f"{stage} {run.stages[stage]:.3f}" for stage in (*Cycle.stages, "gap") if run.stages[stage])
         lines.append(f"a cycle takes {run.stages['cycle']:.3f} ms (median): {parts}")
     if compare is not None and compare["speedup"]:
-        same = "the same ids" if compare["identical"] else "DIFFERENT ids"
+        same = {True: "the same ids", False: "DIFFERENT ids", None: "other draws"}[compare["identical"]]
         lines.append(
             f"plain {compare['plain_tokens_per_second']:.1f} tokens/s, with speculation "
             f"{compare['speculative_tokens_per_second']:.1f}: {compare['speedup']:.2f}x, {same}"

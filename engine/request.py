@@ -1,5 +1,6 @@
 """One request: what was asked, what has come, and the cuts that only the host can make (stop strings)."""
 
+import hashlib
 import math
 import time
 from dataclasses import dataclass, field
@@ -10,12 +11,34 @@ from .buffers import State
 from .text import Stream
 
 
+def _whole(x):
+    return isinstance(x, int) and not isinstance(x, bool) and x >= 0
+
+
+def _number(x):
+    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+
+
+RANGES = (
+    ("max_new_tokens", _whole, "whole numbers from 0"),
+    ("temperature", lambda x: _number(x) and 0 <= x <= 1e30, "numbers from 0 (greedy)"),
+    ("top_k", lambda x: _whole(x) and x < 1 << 63, "whole numbers from 0 (off)"),
+    ("top_p", lambda x: _number(x) and 0 < x <= 1, "numbers above 0 and up to 1 (off)"),
+    ("min_p", lambda x: _number(x) and 0 <= x <= 1, "numbers from 0 (off) to 1"),
+    ("seed", _whole, "whole numbers from 0"),
+    ("logprobs", lambda x: x is None or _whole(x), "whole numbers from 0, or None"),
+)
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How one request is decoded. Raises Refused for values outside what is supported.
 
-    stop: strings that end the text (left out of it); stop_ids: further ids that end it (kept); ignore_eos: the
-    checkpoint's own end ids do not end it.
+    temperature: 0, or below kernels.sampling.TINY: greedy; top_k (0: off), top_p (1: off) and min_p (0: off) then filter
+    what is drawn from, in that order (kernels.sampling); seed: with the request's index in the caller's list, all that
+    its draws depend on. stop: strings that end the text (left out of it); stop_ids: further ids that end it (kept);
+    ignore_eos: the checkpoint's own end ids do not end it. logprobs: report each token's log-probability and so many of
+    the most likely ones, from the target before temperature and filters.
     """
 
     max_new_tokens: int = 256
@@ -32,14 +55,10 @@ class Sampling:
     def __post_init__(self):
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
-        cap = self.max_new_tokens
-        if not isinstance(cap, int) or isinstance(cap, bool) or cap < 0:
-            raise Refused(f"max_new_tokens is {self.max_new_tokens!r}; supported: whole numbers from 0")
-        if not isinstance(self.temperature, int | float) or not math.isfinite(self.temperature) or self.temperature < 0:
-            raise Refused(f"temperature is {self.temperature!r}; supported: 0 (greedy)")
-        for name, off in (("temperature", 0), ("top_k", 0), ("top_p", 1), ("min_p", 0), ("logprobs", None)):
-            if getattr(self, name) != off:
-                raise Refused(f"{name} is {getattr(self, name)!r}; supported: {off} (greedy decoding only)")
+        for name, fits, words in RANGES:
+            value = getattr(self, name)
+            if not fits(value):
+                raise Refused(f"{name} is {value!r}; supported: {words}")
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise Refused(f"stop is {list(self.stop)!r}; supported: non-empty strings")
         if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in self.stop_ids):
@@ -60,6 +79,8 @@ class Result:
     prefill_ms: float | None
     first_token_ms: float | None
     decode_ms: float | None
+    logprobs: list[dict] | None = None  # one for each token: {token_id, logprob, top: [[id, logprob], ...]}
+    reused_tokens: int = 0  # of the prompt: their rows were in the cache
     stats: dict = field(default_factory=dict)
 
 
@@ -79,8 +100,9 @@ class Request:
         self.index, self.ids, self.sampling, self.end_ids, self.limit = index, ids, sampling, end_ids, limit
         self.stream = None if text is None else Stream(text, sampling.stop)
         self.token_ids, self.cycles, self.pages = [], [], []
+        self.logprobs = None if sampling.logprobs is None else []
         self.finish_reason, self.stop = (None, None) if limit else ("length", None)
-        self.prefill_ms = None
+        self.prefill_ms, self.reused = None, 0  # rows of its prompt that were in the cache
         self.begin()
 
     def begin(self):
@@ -91,6 +113,21 @@ class Request:
     def finished(self):
         """Whether it has ended."""
         return self.finish_reason is not None
+
+    @property
+    def draws(self):
+        """What its slot draws with (engine.rules.Draws.seat); the key depends on the seed and the index alone."""
+        s = self.sampling
+        digest = hashlib.blake2b(f"{s.seed} {self.index}".encode(), digest_size=8).digest()
+        key = int.from_bytes(digest, "little", signed=True)
+        return {"temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p, "min_p": s.min_p, "key": key}
+
+    def note(self, logprobs):
+        """Take the log-probabilities of the tokens just received; returns them, None where it did not ask."""
+        if self.logprobs is None:
+            return None
+        self.logprobs += logprobs
+        return logprobs
 
     def receive(self, tokens, matched=0, steps=None):
         """Take what a cycle emitted, up to the first cut; steps None: the prefill's own token, in no cycle.
@@ -141,4 +178,6 @@ class Request:
             prefill_ms=self.prefill_ms,
             first_token_ms=(self.first - self.began) * 1e3 if started else None,
             decode_ms=(self.last - self.first) * 1e3 if started else None,
+            logprobs=self.logprobs,
+            reused_tokens=self.reused,
         )

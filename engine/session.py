@@ -12,8 +12,14 @@ import torch
 
 from .buffers import BACKLOG, State, Tree
 from .cycle import CatchUp, Cycle, prefill
+from .layers.view import view
+from .logprobs import Logprobs
 from .profile import Stamped
+from .rules import Greedy, rule_of
 from .shape import PLAIN
+
+
+GREEDY = Greedy()
 
 
 class NonFinite(RuntimeError):
@@ -34,10 +40,10 @@ class TreeView:
 
 @dataclass
 class Event:
-    """What one cycle gave one request. tree and accepted are None for the prefill's own token, features without details.
+    """What one cycle gave one request; tree and accepted None for the prefill's own token, features without details.
 
     tokens: ids kept; text: what they release; accepted: node indices of the path; features [len(tokens), F], row k
-    under emitted token k.
+    under emitted token k; logprobs: one entry a token (engine.logprobs) where the request asked for them.
     """
 
     request: object
@@ -46,10 +52,11 @@ class Event:
     tree: TreeView | None = None
     accepted: list[int] | None = None
     features: torch.Tensor | None = None
+    logprobs: list[dict] | None = None
 
 
 class Programs:
-    """States, trees and cycles by (batch, shape, detail), allocated on first use.
+    """States, trees and cycles by (batch, shape, rule and what is kept), allocated on first use.
 
     Args:
         parts: engine.loading.Parts; columns: width of the page table; graphs: engine.graph.Graphs.
@@ -57,7 +64,7 @@ class Programs:
 
     def __init__(self, parts, columns, graphs):
         self.parts, self.columns, self.graphs = parts, columns, graphs
-        self.states, self.cycles, self.catch_ups = {}, {}, {}
+        self.states, self.cycles, self.catch_ups, self.views = {}, {}, {}, {}
 
     def state(self, batch):
         """The State of `batch` slots."""
@@ -66,20 +73,45 @@ class Programs:
             self.states[batch] = State.allocate(batch, self.columns, p.target.features, p.dtype, p.device)
         return self.states[batch]
 
-    def cycle(self, batch, shape, drafter, *, detail, stamped):
-        """The cycle of one shape; `drafter` None remembers nothing for a drafter, `stamped` times its stages."""
-        key = (batch, shape, id(drafter), detail, stamped)
+    def cycle(self, batch, shape, drafter, *, detail, stamped, rule=GREEDY):
+        """The cycle of one shape; `drafter` None remembers nothing for a drafter, `detail` keeps all logits, `stamped`
+        times its stages."""
+        detail = detail or rule.logits
+        key = (batch, shape, id(drafter), rule, detail, stamped)
         if key not in self.cycles:
             p = self.parts
             vocabulary = p.target.head.vocabulary if detail else None
-            tree = Tree.allocate(batch, shape, p.target.features, p.dtype, p.device, vocabulary)
+            tree = Tree.allocate(batch, shape, p.target.features, p.dtype, p.device, vocabulary, rule)
             cycle = Cycle(p.target, drafter, p.cache, self.state(batch), tree, p.ops)
             self.cycles[key] = Stamped(cycle, p.ops.stamp) if stamped else cycle
         return self.cycles[key]
 
-    def prepare(self, batch, shape, drafter, *, stamped=False):
+    def drop(self, drafter):
+        """Let go of a drafter: its cycles and their captures."""
+        own = [(programs, key, at) for programs, at in ((self.cycles, 2), (self.catch_ups, 1)) for key in programs]
+        gone = [programs.pop(key) for programs, key, at in own if drafter is not None and key[at] == id(drafter)]
+        self.graphs.forget(gone)
+        self.views.pop(id(drafter), None)
+
+    def forget(self):
+        """Drop captures and views: tensors of the models have been replaced."""
+        self.graphs.forget()
+        self.views.clear()
+
+    def for_prompts(self, drafter):
+        """The target and a drafter (or None) as a prompt's passes call them: the same weights, maybe other kernels."""
+        return tuple(self._view(model) for model in (self.parts.target, drafter))
+
+    def _view(self, model):
+        if self.parts.prompt_ops is self.parts.ops:
+            return model
+        if id(model) not in self.views or self.views[id(model)][0] is not model:
+            self.views[id(model)] = model, view(model, self.parts.prompt_ops)
+        return self.views[id(model)][1]
+
+    def prepare(self, batch, shape, drafter, *, detail=False, stamped=False, rule=GREEDY):
         """Capture the cycle of one shape ahead of its first use."""
-        cycle = self.cycle(batch, shape, drafter, detail=False, stamped=stamped)
+        cycle = self.cycle(batch, shape, drafter, detail=detail, stamped=stamped, rule=rule)
         self.graphs.prepare(cycle, batch, shape, Cycle.stages)
 
     def catch_up(self, batch, drafter):
@@ -98,14 +130,14 @@ class Session:
     takes the stages' times, or None.
     """
 
-    def __init__(
-        self, programs, pool, requests, batch, shape, prefill_chunk, *, detail=False, others=(), profile=None
-    ):
+    def __init__(self, programs, pool, requests, batch, shape, prefill_chunk, *, detail=False, others=(), profile=None):
         self.programs, self.pool, self.parts = programs, pool, programs.parts
+        self.requests, self.names = list(requests), {}
         self.waiting, self.batch, self.shape, self.chunk = deque(requests), batch, shape, prefill_chunk
         self.detail, self.follow, self.profile = detail, any(s != PLAIN for s in others), profile
         self.margin = max(s.rows_past_prefix for s in (shape, *others))
         self.state, self.slots = programs.state(batch), [None] * batch
+        self.rule, self.logprobs = rule_of(r.sampling for r in requests), wanted(r.sampling for r in requests)
         self.lag = 1  # rows the drafter may be behind, at most
 
     def events(self):
@@ -120,11 +152,9 @@ class Session:
                 if flight and (len(flight) > ahead or not any(r and not r.finished for r in self.slots)):
                     yield from self._read(flight.popleft())
                 self._release()
-        finally:
-            for request in list(self.slots):
-                if request is not None and not request.finished:
-                    request.finish_reason = "abort"
-            self._release()
+        except BaseException:  # the caller's exception or Ctrl-C, a closed or forgotten generator
+            self._abandon()
+            raise
 
     def _seat(self):
         """Prefill waiting requests into free slots while pages last."""
@@ -134,13 +164,23 @@ class Session:
                 self.waiting.popleft()
                 yield Event(request, [], None if request.stream is None else "")
                 continue
-            pages = self.pool.take(self.rows(request))
-            if pages is None:
+            names = self._names(request)
+            request.reused = self.pool.cached(names)
+            if self.pool.take(self.rows(request), names, request.pages) is None:
                 return
             self.waiting.popleft()
             slot = self.slots.index(None)
-            self.slots[slot], request.pages = request, pages
-            yield self._prefill(slot, request)
+            self.slots[slot] = request
+            event = self._prefill(slot, request)
+            self.pool.keep(request.pages, names)
+            yield event
+
+    def _names(self, request):
+        """Names of the blocks of its prompt, for reuse; worked out once, however long it waits."""
+        key = (request.index, self._drafter() is not None)
+        if key not in self.names:
+            self.names[key] = self.pool.names(request.ids, key[1])
+        return self.names[key]
 
     def rows(self, request):
         """Cache rows a request can ever need: the committed ones, and what the widest cycle writes past them."""
@@ -152,16 +192,27 @@ class Session:
         tokens = torch.tensor([request.ids], device=p.device)
         table = torch.zeros(1, s.pages.shape[1], dtype=torch.int32, device=p.device)
         table[0, : len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32, device=p.device)
-        drafter = self._drafter()
-        first, finite, feature = prefill(p.target, drafter, p.cache, tokens, table, self.chunk)
-        if not bool(finite):
+        target, drafter = self.programs.for_prompts(self._drafter())
+        logits = torch.zeros(1, target.head.vocabulary, device=p.device) if self._logits() else None
+        best, lse, feature = prefill(target, drafter, p.cache, tokens, table, self.chunk, request.reused, logits)
+        if not bool(torch.isfinite(lse)):
             raise NonFinite(f"non-finite logits at position {len(request.ids) - 1} (the prompt's last token)")
         request.prefill_ms = (time.perf_counter() - request.began) * 1e3
+        s.draws.seat(slot, **request.draws)
+        position = torch.full_like(best, len(request.ids))
+        first = self.rule.first(p.ops, best, logits, position, s.draws.slot(slot))
         end_ids = sorted(request.end_ids)
         limit = len(request.ids) + request.limit - 1
         s.start(slot, request.pages, len(request.ids), limit, first, feature, end_ids)
         kept, text = request.receive([int(first)])
-        return Event(request, kept, text, features=feature.clone() if self.detail else None)
+        asked = self.logprobs is not None
+        numbers = Logprobs(logits[None], lse[None], first[None], self.logprobs) if asked else None
+        logprobs = request.note(numbers and numbers.entries(0, kept, request.sampling.logprobs or 0))
+        return Event(request, kept, text, features=feature.clone() if self.detail else None, logprobs=logprobs)
+
+    def _logits(self):
+        """Whether whole rows of logits are needed."""
+        return self.detail or self.logprobs is not None or self.rule.logits
 
     def _drafter(self):
         """The drafter, unless nothing will ever be drafted."""
@@ -176,12 +227,15 @@ class Session:
             self.programs.catch_up(self.batch, self.parts.drafter)
             self.lag = 1
         stamped = self.profile is not None
-        cycle = self.programs.cycle(self.batch, shape, self._drafter(), detail=self.detail, stamped=stamped)
+        keep = self._logits()
+        cycle = self.programs.cycle(self.batch, shape, self._drafter(), detail=keep, stamped=stamped, rule=self.rule)
         self.programs.graphs.run(cycle, self.batch, shape, Cycle.stages)
         self.lag = shape.path if shape != PLAIN else self.lag + 1
         report = Report(self.state, list(self.slots), shape)
         if self.detail:
             report.tree = {n: getattr(cycle.tree, n).clone() for n in DETAILS}
+        if self.logprobs is not None:
+            report.logprobs = Logprobs.of(cycle.tree, self.state.emitted, self.logprobs)
         if stamped:
             report.stamps = cycle.stamps.clone()
         return report
@@ -197,7 +251,9 @@ class Session:
             emitted, count, matched, _, fault = rows(slot)
             if count:
                 kept, text = request.receive(emitted[:count], matched, report.shape.steps)
-                yield Event(request, kept, text, *self._details(report, slot, len(kept)))
+                numbers, most = report.logprobs, request.sampling.logprobs or 0
+                logprobs = request.note(numbers and numbers.entries(slot, kept, most))
+                yield Event(request, kept, text, *self._details(report, slot, len(kept)), logprobs)
             if fault and not request.finished:
                 position = len(request.ids) + len(request.token_ids) - 1
                 raise NonFinite(f"non-finite logits at position {position} of request {request.index}")
@@ -218,6 +274,24 @@ class Session:
                 self.pool.give_back(request.pages)
                 self.slots[slot], request.pages = None, []
 
+    def _abandon(self):
+        """End what has not ended, wherever it was interrupted: every slot empty, every page given back."""
+        for request in self.requests:
+            if not request.finished:
+                request.finish_reason = "abort"
+            self.pool.give_back(request.pages)
+            request.pages = []
+        if any(self.slots):
+            for slot in range(self.batch):
+                self.state.clear(slot)
+            self.slots = [None] * self.batch
+        self.pool.settle()
+
+
+def wanted(samplings):
+    """Most log-probabilities that any of these asks for a token, None where none does."""
+    return max((s.logprobs for s in samplings if s.logprobs is not None), default=None)
+
 
 DETAILS = ("tokens", "parents", "depths", "target_ids", "aux", "logits", "path")
 
@@ -227,7 +301,7 @@ class Report:
 
     def __init__(self, state, requests, shape):
         self.requests, self.shape = requests, shape
-        self.tree = self.stamps = self.event = None
+        self.tree = self.stamps = self.logprobs = self.event = None
         if state.report.is_cuda:
             self.block = torch.empty(state.report.shape, dtype=torch.int64, pin_memory=True)
             self.block.copy_(state.report, non_blocking=True)

@@ -32,12 +32,19 @@ class Text:
         return cls(path) if any((Path(path) / name).is_file() for name in TOKENIZER_FILES) else None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a raw text, with the start token where the tokenizer puts one."""
-        return self.tokenizer.encode(text)
+        """Token ids of a raw text, with the start token where the tokenizer puts one: one, even where a text that went
+        through a template elsewhere spells it already."""
+        ids, start = self.tokenizer.encode(text), self.tokenizer.bos_token_id
+        return ids[1:] if start is not None and ids[:2] == [start, start] else ids
 
     def chat(self, messages: list[dict]) -> list[int]:
         """Token ids of a conversation under the chat template, up to where the assistant speaks. The template writes
         its own start token; none is added. Raises Refused without a template, or where it refuses the messages."""
+        for at, message in enumerate(messages):
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise Refused(f"messages: number {at} is {message!r}; supported: {{'role': text, 'content': text}}")
+            if not any(isinstance(message.get(key), str | list) for key in ("content", "tool_calls")):
+                raise Refused(f"messages: number {at} has no content; supported: {{'role': text, 'content': text}}")
         if not getattr(self.tokenizer, "chat_template", None):
             raise Refused(
                 f"{self.where}: the tokenizer has no chat template; give a raw prompt instead, without --chat"

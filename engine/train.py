@@ -30,7 +30,9 @@ WARM_UP = 0.03  # share of the run in which the rate rises
 DECAY = 0.8  # weight of a step's loss against the step before it
 PROBES = 64  # held-out windows
 CONTINUED = 128  # tokens that the target adds to each of them
-FIXED = "target corpus heldout capture_layers draft_vocab intermediate batch length ttt seed lr self_generated sharpen".split()
+FIXED = (
+    "target corpus heldout capture_layers draft_vocab intermediate batch length ttt seed lr self_generated sharpen"
+).split()  # options that a resumed run must share with the run it goes on with
 
 
 class Windows:

@@ -13,9 +13,11 @@ from . import (
     linear,
     mlp,
     norm,
+    philox,
     prefill,
     qkv,
     routing,
+    sampling,
     stamp,
     tree,
 )
@@ -39,6 +41,9 @@ class Ops:
     ancestry: Callable
     walk: Callable
     follow: Callable
+    uniform: Callable
+    soften: Callable
+    draw: Callable
     commit: Callable
     stamp: Callable
 
@@ -58,6 +63,9 @@ REFERENCE = Ops(
     ancestry=tree.ancestry,
     walk=accept.walk,
     follow=accept.follow,
+    uniform=philox.uniform,
+    soften=sampling.soften,
+    draw=sampling.draw,
     commit=commit.reference,
     stamp=stamp.reference,
 )
@@ -77,6 +85,9 @@ FUSED = Ops(
     ancestry=tree.ancestry_fused,
     walk=accept.walk_fused,
     follow=accept.follow_fused,
+    uniform=philox.uniform_fused,
+    soften=sampling.soften_fused,
+    draw=sampling.draw_fused,
     commit=commit.fused,
     stamp=stamp.fused,
 )

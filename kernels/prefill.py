@@ -4,6 +4,8 @@ A prompt's bits may differ from what decode passes would write (design.md, law 1
 batch or the Shape: tiles are fixed, and a row's sums follow from the row alone.
 """
 
+import importlib.util
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -216,6 +218,52 @@ def route(x, norm_weight, eps, gate, rule):
     """As kernels.routing.reference."""
     normed = norm.fused(x, norm_weight, eps)
     return normed, *routing.best(_dense(normed, gate, dtype=torch.float32), rule)
+
+
+class FlashInfer:
+    """Prefill attention by FlashInfer's paged kernels, where that package is installed: an op for ONE pass.
+
+    It stands in for `attention` in a table made for the pass, since its plan is host work over lengths that only the
+    host may read; all layers of one width share a plan.
+
+    Args:
+        workspace: uint8 tensor on the device, 128 MiB or more; starts: committed rows of each sequence, host ints.
+    """
+
+    def __init__(self, workspace, starts):
+        self.workspace, self.starts, self.plans = workspace, list(starts), {}
+
+    @staticmethod
+    def installed():
+        """Whether the package is there (nothing is imported)."""
+        return importlib.util.find_spec("flashinfer") is not None
+
+    def __call__(self, q, k_plane, v_plane, pages, prefix, tree, page_size, scale, window=None, sinks=None):
+        """As `attention`. Raises ValueError for a tree and for sinks."""
+        if tree is not None or sinks is not None:
+            raise ValueError("FlashInfer prefill: causal passes without sinks; others take kernels.prefill.attention")
+        key = (q.shape, k_plane.shape[1:], q.dtype, scale, window)
+        if key not in self.plans:
+            self.plans[key] = self._plan(q, k_plane, pages, page_size, scale, window)
+        paged = tuple(plane.view(-1, page_size, *plane.shape[1:]) for plane in (k_plane, v_plane))
+        return self.plans[key].run(q.contiguous(), paged).reshape(q.shape[0], -1)
+
+    def _plan(self, q, k_plane, pages, page_size, scale, window):
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        t = q.shape[0] // len(self.starts)
+        used = [-(-(start + t) // page_size) for start in self.starts]
+        queries = torch.arange(len(used) + 1, dtype=torch.int32) * t
+        bounds = torch.tensor([0, *itertools.accumulate(used)], dtype=torch.int32)
+        last = torch.tensor([(start + t - 1) % page_size + 1 for start in self.starts], dtype=torch.int32)
+        indices = torch.cat([pages[b, :n] for b, n in enumerate(used)])
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD")
+        wrapper.plan(
+            queries, bounds, indices, last, q.shape[1], k_plane.shape[1], q.shape[2], page_size, causal=True,
+            sm_scale=scale, window_left=-1 if window is None else window - 1,
+            q_data_type=q.dtype, kv_data_type=k_plane.dtype,
+        )  # fmt: skip
+        return wrapper
 
 
 OPERATIONS = {"linear": linear, "qkv": qkv, "mlp": mlp, "experts": experts, "attention": attention, "route": route}

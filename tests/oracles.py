@@ -262,13 +262,13 @@ class Transformers:
     """
 
     def __init__(self, path):
-        from transformers import Qwen3MoeForCausalLM
+        from transformers import AutoModelForCausalLM
 
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             importlib.metadata.version("kernels")
             raise AssertionError("another package named kernels is installed: transformers would use it")
         eager = dict(attn_implementation="eager", experts_implementation="eager", dtype=torch.float32)
-        self.model = Qwen3MoeForCausalLM.from_pretrained(path, **eager).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(path, **eager).eval()
 
     @torch.no_grad()
     def __call__(self, ids):

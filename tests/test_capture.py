@@ -29,6 +29,9 @@ ROWS = [
     ([3, 20, 40], "specforge", 48, None, (4, 21, 41), "guessed"),
     ([0, 20, 40], "specforge", 48, None, (1, 21, 41), "guessed"),
     ([23, 1, 44], "specforge", 48, None, (2, 24, 45), "config"),
+    ([3, 20, 40], "vllm", 48, None, (3, 20, 40), "config"),
+    ([2, 24, 45], "vllm", 48, None, (2, 24, 45), "guessed"),
+    ([1, 23, 44], "vllm", 48, None, (2, 24, 45), "guessed"),  # B_1 to vLLM itself, and no trainer means that
     ([2, 30, 58], "specforge", 61, "output:2,30,58", (3, 31, 59), "override"),
     ([1, 23, 44], "specforge", 48, "boundary:0,24,48", (0, 24, 48), "override"),
     (None, "safeailab", 48, "output:44,1,23", (2, 24, 45), "override"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from oracles import Replay
 
+import kernels
 from engine import Engine, Sampling, Shape
 from engine.profile import Profile
 from engine.session import Session
@@ -155,6 +156,16 @@ def test_stages_add_up_to_the_cycle(demo):
     stages = [found[name] for name in ("draft", "verify", "accept", "commit")]
     assert abs(sum(stages) / found["cycle"] - 1) < 0.05
     assert min(stages) >= 0 and found["verify"] > found["accept"]
+
+
+def test_prefill_kernels_agree_with_the_reference(demo):
+    """kernels.PREFILL in fp32 writes what the reference writes: the same ids after prompts across chunk borders."""
+    sizes = dict(dtype="float32", prefill_chunk=128, max_batch=1)
+    plain = Engine.load(DEMO / "target", DEMO / "draft", ops=kernels.REFERENCE, **sizes)
+    wide = Engine.load(DEMO / "target", DEMO / "draft", prompt_ops=kernels.PREFILL, **sizes)
+    for prompt in prompts_of(demo):
+        want, got = (e.generate(prompt, Sampling(max_new_tokens=40)) for e in (plain, wide))
+        assert (got.token_ids, got.cycles) == (want.token_ids, want.cycles)
 
 
 def test_high_pages_read_the_same(demo):

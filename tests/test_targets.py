@@ -93,10 +93,14 @@ def same(got, want):
 @pytest.mark.parametrize("style", [4, 5])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_and_boundaries(toys, variant, style):
-    """One pass, prefill in pieces, cached rows one by one, and a tree whose branches are texts of their own. Mutants:
-    B_k taken a layer early or after the norm, norm weight ignored, q/k norm after rope, rope pairs interleaved, expert
-    weights not renormalised or over the chosen logits, gate and up swapped, pages permuted."""
-    path = checkpoint(toys, variant, style)
+    """Mutants: B_k taken a layer early or after the norm, norm weight ignored, q/k norm after rope, rope pairs
+    interleaved, expert weights not renormalised or over the chosen logits, gate and up swapped, pages permuted."""
+    agrees(checkpoint(toys, variant, style))
+
+
+def agrees(path):
+    """A checkpoint served as transformers does: one pass, prefill in pieces, cached rows one by one, and a tree whose
+    branches are texts of their own."""
     model, (target, cache) = Transformers(path), build(path)
     ids = [(3 * i * i + 7 * i + 1) % V for i in range(30)]
     want = model(ids)

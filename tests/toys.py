@@ -173,7 +173,8 @@ def pair(target, draft="none", noise=1e4, **options):
 
 
 def disturb(engine, noise=1e4):
-    """Fill every row of the cache, the scratch page too, with noise."""
+    """Fill every row of the cache, the scratch page too, with noise; rows kept for later prompts are forgotten."""
+    engine.pool.forget()
     for rows in engine.parts.cache.storage.values():
         rows.copy_(noise * torch.randn(rows.shape, generator=torch.Generator().manual_seed(9)))
 

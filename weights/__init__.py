@@ -1,7 +1,7 @@
 """What bytes on disk mean: checkpoints, their names and cuts, their configs. Knows no model code."""
 
 from weights.checkpoint import AnyCheckpoint, Checkpoint, RandomCheckpoint
-from weights.config import Eagle3Config, Fields, Qwen3MoeConfig, Refused, Rope, eos_ids, named, rope
+from weights.config import Eagle3Config, Fields, LlamaConfig, Qwen3MoeConfig, Refused, Rope, eos_ids, named, rope
 from weights.heads import Renamed, head_names
 from weights.hub import resolve
 from weights.source import Cut, Report, Source
@@ -12,6 +12,7 @@ __all__ = [
     "Cut",
     "Eagle3Config",
     "Fields",
+    "LlamaConfig",
     "Qwen3MoeConfig",
     "RandomCheckpoint",
     "Refused",

@@ -1,6 +1,6 @@
 """Which boundaries of the target feed a head. B_k is the residual stream after k layers (B_0 the embedding, B_L before
 the final norm); configs name either boundaries or layers whose output is meant, under one key, and this file is the
-only place that knows."""
+only place that knows. Heads without fusion read the one named feature `final`, norm(B_L)."""
 
 from __future__ import annotations
 
@@ -10,22 +10,27 @@ from dataclasses import dataclass
 from weights.config import Eagle3Config
 from weights.fields import Refused, shown
 
+FINAL = "final"  # stands among boundaries, after them: the residual stream after the last layer and the final norm
 SYNTAX = "boundary:2,24,45 or output:1,23,44"
 
 
 @dataclass(frozen=True)
 class Capture:
-    """`boundaries` ascending, in the order in which their features are joined; `source` "config", "override" or
-    "guessed"."""
+    """`boundaries` ascending, in the order in which their features are joined, FINAL last; `source` "config",
+    "override" or "guessed"."""
 
-    boundaries: tuple[int, ...]
+    boundaries: tuple[int | str, ...]
     source: str
     why: str  # one sentence
 
 
-def boundaries(config: Eagle3Config, layers: int, override: str | None = None) -> Capture:
+def boundaries(config: Eagle3Config | None, layers: int, override: str | None = None) -> Capture:
     """Reads the config's layer ids for a target of `layers` layers; `override` ("boundary:…" | "output:…") comes
-    before them. Refused: ids out of range, twice, or not as many as the head fuses."""
+    before them, and stands alone where there is no head yet (config None). Refused: ids out of range, twice, or not as many as the head fuses."""
+    if config is not None and config.fusion == "final":
+        if override is not None:
+            raise Refused(f"option --capture-layers {shown(override)}: this head reads the target's final hidden only")
+        return Capture((FINAL,), "config", "the config says 'use_aux_hidden_state': false")
     if override is not None:
         return Capture(_overridden(config, layers, override), "override", f"option --capture-layers {override}")
     shift, source, why = _reading(config, layers)
@@ -50,19 +55,25 @@ def _reading(config: Eagle3Config, layers: int) -> tuple[int, str, str]:
     if high == layers:
         return 0, "config", f"the ids name boundaries: {high} is the number of layers, and no layer has that number"
     if low == 1:
-        return 1, "config", "the ids name layer outputs: they start with 1"
+        source = (
+            "guessed" if config.family == "vllm" else "config"
+        )  # vLLM itself would take B_1, which nobody trains on
+        return 1, source, "the ids name layer outputs: they start with 1"
     if tuple(sorted(ids)) == _default(layers):
         return 0, "guessed", "the ids equal the usual boundaries, but may name layer outputs; read as boundaries"
+    if config.family == "vllm":
+        return 0, "config", "vLLM's own architectures name boundaries"
     return 1, "guessed", "the ids may name layer outputs or boundaries; read as outputs, as their trainers write them"
 
 
-def _overridden(config: Eagle3Config, layers: int, override: str) -> tuple[int, ...]:
+def _overridden(config: Eagle3Config | None, layers: int, override: str) -> tuple[int, ...]:
     origin = f"option --capture-layers {shown(override)}"
     match = re.fullmatch(r"(boundary|output):(\d+(?:,\d+)*)", override)
     if not match:
         raise Refused(f"{origin}: expected {SYNTAX}")
     ids = [int(i) for i in match[2].split(",")]
-    return _checked([i + (match[1] == "output") for i in ids], ids, config.aux_count, layers, origin)
+    count = len(ids) if config is None else config.aux_count
+    return _checked([i + (match[1] == "output") for i in ids], ids, count, layers, origin)
 
 
 def _checked(

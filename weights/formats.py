@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from weights.config import plain_weights
 from weights.fields import Fields
+from weights.keys import plain_weights
 from weights.source import Source
 
 

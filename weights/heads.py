@@ -50,12 +50,24 @@ class Renamed:
         self.checkpoint.read_into(place, self.table.get(name, name), index)
 
 
+RENAMED = (  # pattern -> canonical, in turn
+    (r"^model\.", ""),  # NeMo, vLLM
+    (r"^midlayer\.(\d+)\.", r"layers.\1."),  # ModelOpt, several layers
+    (r"^midlayer\.", "layers.0."),  # SafeAILab, SpecForge, ModelOpt
+    (r"^aux_norm_low\.", "fc_norm.0."),  # before these norms had numbers
+    (r"^aux_norm_mid\.", "fc_norm.1."),
+    (r"^aux_norm_high\.", "fc_norm.2."),
+)
+
+
 def head_names(checkpoint) -> dict[str, str]:
-    """canonical -> stored: without a `model.` prefix, `layers.0.` for `midlayer.`. Refused: two stored names for one
-    tensor."""
+    """canonical -> stored: `layers.0.self_attn.q_proj.weight`, `fc.weight`, `fc_norm.0.weight`, `lm_head.weight`, …
+    Refused: two stored names for one tensor."""
     table: dict[str, str] = {}
     for stored in checkpoint.names():
-        name = re.sub(r"^midlayer\.", "layers.0.", re.sub(r"^model\.", "", stored))
+        name = stored
+        for pattern, canonical in RENAMED:
+            name = re.sub(pattern, canonical, name)
         if name in table:
             raise Refused(f"{checkpoint.where}: tensors {table[name]} and {stored} are two names of {name}")
         table[name] = stored

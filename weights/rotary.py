@@ -53,6 +53,7 @@ def rope(fields: Fields, theta: float | object = REQUIRED) -> Rope:
 
 def _scaling(inner: Fields) -> dict:
     """The settings inside rope_scaling or rope_parameters, checked against their kind."""
+    inner.unless("rotary positions of several kinds (mrope)", mrope_section=None, mrope_interleaved=None)
     for key in inner.raw:
         if key not in ROPE_KEYS:
             raise inner.refuse(key, f"no such key (known: {', '.join(sorted(ROPE_KEYS))})")

@@ -59,6 +59,7 @@ class Part:
     shape: Shape  # as stored
     index: Index | None
     place: torch.Tensor
+    gain: float = 1.0  # multiplies what was read
 
 
 @dataclass
@@ -68,6 +69,7 @@ class Book:
     parts: list[Part] = field(default_factory=list)
     skips: list[str] = field(default_factory=list)  # patterns
     borrowed: dict[str, str] = field(default_factory=dict)  # name -> reason
+    guesses: list[str] = field(default_factory=list)
     nbytes: int = 0
 
 
@@ -82,6 +84,7 @@ class Report:
     missing: list[str]
     unexpected: list[str]
     skipped: list[str]
+    guessed: list[str] = field(default_factory=list)  # readings that the files leave open, a sentence each
 
     def lines(self) -> list[str]:
         """For the load report: one line of totals, then one for each list that is not empty."""
@@ -90,7 +93,7 @@ class Report:
         for what in ("missing", "unexpected", "skipped"):
             if names := getattr(self, what):
                 text.append(f"  {what} {listed('tensor', names)}")
-        return text
+        return text + [f"  GUESSED: {guess}" for guess in self.guessed]
 
 
 def nothing(name: str) -> bool:
@@ -129,12 +132,18 @@ class Source:
         return view
 
     def take(
-        self, name: str, shape: Shape, *, cut: int | Cut | None = None, dtype: torch.dtype | None = None
+        self,
+        name: str,
+        shape: Shape,
+        *,
+        cut: int | Cut | None = None,
+        dtype: torch.dtype | None = None,
+        gain: float = 1.0,
     ) -> torch.Tensor:
-        """The parameter `name`, stored with `shape`; `cut` is the dimension that tensor parallelism divides. Empty
-        until `fill`. Refused: a cut that does not divide."""
+        """The parameter `name`, stored with `shape`, times `gain`; `cut` is the dimension that tensor parallelism
+        divides. Empty until `fill`. Refused: a cut that does not divide."""
         local = self._locate(name, shape, cut)
-        return self._allocate((1, *local[-1]), dtype, [[local]])[0]
+        return self._allocate((1, *local[-1]), dtype, [[local]], gain)[0]
 
     def concat(
         self, pieces: Sequence[Piece], *, cut: int | Cut | None = None, dtype: torch.dtype | None = None
@@ -166,6 +175,10 @@ class Source:
         """Records that `name` comes from elsewhere (the target, an identity); a stored one is skipped."""
         self.ignore(name)
         self._book.borrowed[self.prefix + name] = reason
+
+    def guess(self, sentence: str) -> None:
+        """Records a reading that the files leave open, for the report."""
+        self._book.guesses.append(sentence)
 
     @property
     def where(self) -> str:
@@ -204,6 +217,7 @@ class Source:
             missing=sorted(n for n in book.borrowed if not found.has(n)),
             unexpected=[found.stored(n) for n in unexpected],
             skipped=skipped,
+            guessed=list(book.guesses),
         )
 
     def fill(self, progress: Callable[[int, int], None] | None = None) -> Report:
@@ -216,6 +230,8 @@ class Source:
         with torch.no_grad():
             for part in self._book.parts:
                 self.checkpoint.read_into(part.place, part.name, part.index)
+                if part.gain != 1:
+                    part.place.mul_(part.gain)
                 done += part.place.nbytes
                 if progress:
                     progress(done, self._book.nbytes)
@@ -239,7 +255,9 @@ class Source:
             raise ValueError(f"pieces do not join: {[[p[-1] for p in group] for group in located[:2]]}")
         return self._allocate((len(groups), *shapes.pop()), dtype, located)
 
-    def _allocate(self, shape: Shape, dtype: torch.dtype | None, located: list[list]) -> torch.Tensor:
+    def _allocate(
+        self, shape: Shape, dtype: torch.dtype | None, located: list[list], gain: float = 1.0
+    ) -> torch.Tensor:
         """An empty tensor and the parts that will fill it: `located[i]` fills row i."""
         whole = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         for i, group in enumerate(located):
@@ -248,7 +266,7 @@ class Source:
                 place = whole[i] if len(group) == 1 else whole[i].narrow(0, start, local[0])
                 start += local[0] if local else 0
                 self.checkpoint.expect(name, stored, whole.dtype)
-                self._book.parts.append(Part(name, stored, index, place))
+                self._book.parts.append(Part(name, stored, index, place, gain))
         self._book.nbytes += math.prod(shape) * whole.dtype.itemsize
         return whole
 

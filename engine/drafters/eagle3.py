@@ -1,7 +1,16 @@
-"""EAGLE-3 head: one Llama layer over norm(embedding) ‖ norm(hidden), trees grown beam by beam.
+"""EAGLE-3 head of the Llama type: a layer over norm(embedding) ‖ norm(hidden), perhaps ordinary layers after it, and
+trees grown beam by beam.
 
-Row p of the drafter pairs the target's features at position p with the token at p + 1 (formats of the published
-heads; SafeAILab and SpecForge layouts).
+Row p pairs the target's features at position p with the token at p + 1. Of that row
+
+    g = fusion(features)                                  first pass over a row: fc, perhaps with norms before it
+    g = recycled hidden of row p - 1                      later steps: before or after the final norm
+    x = input_layernorm(embedding) ‖ hidden_norm(g)       r = g, or hidden_norm(g) (norm_before_residual)
+    r = r + attention(x); r = r + MLP(post_attention_layernorm(r)); further layers over r
+    logits = lm_head(norm(r))
+
+as in the published heads' own loaders (EAGLE cnets.py; SGLang and vLLM llama_eagle3.py; TensorRT-LLM
+modeling_speculative.py); weights.eagle3 reads the switches.
 """
 
 import torch
@@ -12,11 +21,11 @@ from weights.config import Refused
 from ..batch import Batch
 from ..cache import Rows
 from ..layers import rope
+from ..layers.block import block
 from ..layers.embedding import Embedding, Head
-from ..layers.gqa import GQA
-from ..layers.linear import Linear
-from ..layers.mlp import MLP
+from ..layers.mlp import dense
 from ..layers.norm import Norm
+from .fusion import FUSIONS, Identity
 
 
 def _borrow(source, name, shape, weight, tp):
@@ -24,10 +33,32 @@ def _borrow(source, name, shape, weight, tp):
     has = (weight.shape[0] * tp.size, weight.shape[1])
     if has != shape:
         raise Refused(
-            f"{source.checkpoint.where}: no tensor '{name}' {list(shape)} in the draft, and the target's is {list(has)}; "
+            f"{source.where}: no tensor '{name}' {list(shape)} in the draft, and the target's is {list(has)}; "
             "a head may leave it out only where both agree"
         )
     source.borrowed(name, "the target")
+
+
+def _own_norm(source, number):
+    """Name of the norm before the attention of a layer after the first: `input_layernorm` (speculators, vLLM) or
+    `hidden_norm` (SGLang, TensorRT-LLM, ModelOpt). Refused: both, or neither."""
+    names = ("input_layernorm", "hidden_norm")
+    stored = [name for name in names if source.optional(f"{name}.weight")]
+    if len(stored) != 1:
+        raise Refused(
+            f"{source.where}: layer {number} of the head has {'both' if stored else 'neither'} of the tensors "
+            f"{' and '.join(f'{name}.weight' for name in names)}, expected exactly one"
+        )
+    return stored[0]
+
+
+def _plain_residual(x, hidden):
+    return hidden
+
+
+def _normed_residual(x, hidden):
+    """The second half of the layer's input [N, 2h]."""
+    return x[:, hidden.shape[1] :].contiguous()
 
 
 class Eagle3:
@@ -41,20 +72,44 @@ class Eagle3:
 
     def __init__(self, config, source, target, length, ops, tp):
         self.config, self.ops = config, ops
-        self.cache_rows = Rows(1, 2, config.kv_heads // tp.size, config.head_dim)
+        self.cache_rows = Rows(config.layers, 2, config.kv_heads // tp.size, config.head_dim)
         h, eps = config.hidden, config.eps
-        self.fc = Linear(source, "fc", h, target.features, ops)
+        source.ignore("verifier_*")  # speculators keeps the target's norm and head beside its own while training
+        for guess in config.guesses:
+            source.guess(guess)
+        self.fusion = FUSIONS[config.fusion](source, config, target.features, ops)
         at = source.prefixed("layers.0.")
         self.embed_norm, self.hidden_norm = (Norm(at, n, h, eps, ops) for n in ("input_layernorm", "hidden_norm"))
+        self.residual = _normed_residual if config.norm_before_residual else _plain_residual
         cos_sin = rope.table(config.rope, config.head_dim, config.max_positions, length, source.device)
-        attn = at.prefixed("self_attn.")
-        bias = config.attention_bias
-        self.attention = GQA(attn, None, 2 * h, h, config, cos_sin, ops, tp, qk_norm=False, bias=bias)
-        norm = Norm(at, "post_attention_layernorm", h, eps, ops)
-        self.mlp = MLP(at.prefixed("mlp."), norm, h, config.intermediate, config.activation, ops, tp)
+        self.layers = [self._layer(source, i, cos_sin, ops, tp) for i in range(config.layers)]
         self.embedding = self._embedding(source, target, tp)
-        self.head = Head(Norm(source, "norm", h, eps, ops), self._head_weight(source, target, tp), ops, tp)
+        norm = Norm(source, "norm", h, eps, ops, gain=config.logit_scale)
+        self.head = Head(norm, self._head_weight(source, target, tp), ops, tp)
+        self.recycle = self._recycle(source, norm, ops)
         self.to_target = self._vocabulary_map(source)
+
+    def _layer(self, source, number, cos_sin, ops, tp):
+        """Layer 0 takes the joined input, normed; a later one the residual stream, which it norms itself."""
+        config, at = self.config, source.prefixed(f"layers.{number}.")
+        norm = Norm(at, _own_norm(at, number), config.hidden, config.eps, ops) if number else None
+        width = config.hidden if number else 2 * config.hidden
+        # not every trainer of heads with biases of q, k and v has one here: the file decides
+        out_bias = config.attention_bias and at.optional("self_attn.o_proj.bias")
+
+        def mlp(source, norm):
+            return dense(source, norm, config, ops, tp)
+
+        window = config.windows[number]
+        return block(at, norm, width, config, cos_sin, mlp, ops, tp, out_bias=out_bias, window=window)
+
+    def _recycle(self, source, norm, ops):
+        """What the next step's hidden goes through; the final norm itself unless that scales logits too."""
+        if self.config.recycle == "pre-norm":
+            return Identity()
+        if self.config.logit_scale == 1:
+            return norm
+        return Norm(source, "norm", self.config.hidden, self.config.eps, ops)
 
     def _embedding(self, source, target, tp):
         name, shape = "embed_tokens.weight", (self.config.vocab, self.config.hidden)
@@ -81,15 +136,18 @@ class Eagle3:
         return source.take("d2t", (self.config.draft_vocab,), dtype=torch.int64)
 
     def forward(self, tokens, hidden, batch, cache):
-        """One pass: tokens [B*T] and the hidden before each [B*T, h] -> the hidden after it [B*T, h]."""
+        """One pass: tokens [B*T] and the hidden before each [B*T, h] -> the hidden after it, before the final norm."""
         x = self.ops.draft_input(
             self.embedding(tokens), self.embed_norm.weight, hidden, self.hidden_norm.weight, self.config.eps
         )
-        return self.mlp(self.attention(x, hidden, batch, cache.layer("draft", 0), cache.page_size))
+        hidden = self.residual(x, hidden)
+        for i, layer in enumerate(self.layers):
+            x = hidden = layer(x, hidden, batch, cache.layer("draft", i), cache.page_size)
+        return hidden
 
     def extend(self, batch, features, cache):
         """Rows of committed text with the target's features [B*T, F] -> hidden [B*T, h]."""
-        return self.forward(batch.tokens.reshape(-1), self.fc(features), batch, cache)
+        return self.forward(batch.tokens.reshape(-1), self.fusion(features), batch, cache)
 
     def best(self, hidden, k):
         """hidden [B, Q, h] -> logits [B, Q, k], target ids [B, Q, k], lse [B, Q]."""
@@ -98,6 +156,24 @@ class Eagle3:
         if self.to_target is not None:
             ids = ids + self.to_target[ids]
         return values.view(b, q, k), ids.view(b, q, k), lse.view(b, q)
+
+    def candidates(self, hidden, k, step, state, tree):
+        """Children of each beam as `best` gives them; of a sampled chain the one drawn, its distribution in tree.q.
+
+        All drawn children score the same, so that a chain that is cut keeps its beginning.
+        """
+        if tree.q is None:
+            return self.best(hidden, k)
+        logits = hidden.new_empty(hidden.shape[0], self.head.vocabulary, dtype=torch.float32)
+        _, ids, lse = self.head(hidden[:, 0], 1, logits)
+        position = state.seq_lens + step + 1
+        ids, q = tree.rule.propose(self.ops, ids[:, 0], logits, lse, position, state.draws)
+        known = torch.arange(q.shape[1], device=q.device)
+        if self.to_target is not None:
+            ids, known = ids + self.to_target[ids], known + self.to_target
+        if step < tree.shape.draft_tokens - 1:
+            tree.q[:, step].index_add_(1, known, q)
+        return lse[:, None, None], ids[:, None, None], lse[:, None]
 
     def propose(self, state, tree, cache):
         """Extend over the backlog, then grow the tree: steps passes in all, the first one over known tokens."""
@@ -112,7 +188,8 @@ class Eagle3:
         pool = self._pool(n, shape)
         beam = torch.arange(k, device=n.device)
         scores, nodes = torch.zeros_like(pool[0][:, :1]), torch.full_like(n, -1)[:, None]
-        tokens, scores, nodes, source = self.ops.grow(*self.best(hidden, k), scores, nodes, pool, 0)
+        found = self.candidates(hidden, k, 0, state, tree)
+        tokens, scores, nodes, source = self.ops.grow(*found, scores, nodes, pool, 0)
         bits = torch.zeros_like(tokens)
         for step in range(1, shape.steps):
             hidden, bits = gather_rows(hidden, source), bits.gather(1, source)
@@ -120,10 +197,11 @@ class Eagle3:
             bits = bits | (torch.ones_like(bits) << own)
             position, index = (n + step - 1)[:, None].repeat(1, k), n[:, None] + own
             batch = Batch(tokens, position, index, state.pages, n, bits)
-            hidden = self.forward(tokens.reshape(-1), hidden.flatten(0, 1), batch, cache).view(state.batch, k, -1)
-            values, ids, lse = self.best(hidden, k)
+            hidden = self.recycle(hidden.flatten(0, 1))
+            hidden = self.forward(tokens.reshape(-1), hidden, batch, cache).view(state.batch, k, -1)
+            found = self.candidates(hidden, k, step, state, tree)
             offset = k + (step - 1) * k * k
-            tokens, scores, nodes, source = self.ops.grow(values, ids, lse, scores, nodes, pool, offset)
+            tokens, scores, nodes, source = self.ops.grow(*found, scores, nodes, pool, offset)
         tree.tokens[:, 0] = state.root
         self.ops.choose(pool, tree.tokens, tree.parents)
 

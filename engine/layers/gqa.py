@@ -12,21 +12,25 @@ class GQA:
     Args:
         source: weights.Source prefixed with the attention module's name.
         norm: layers.norm.Norm before the projections, or None where the input comes normed.
-        width: columns of the projections' input; hidden: residual width; qk_norm: the head has q/k norms.
-        cos_sin: rotary table [L, R].
+        width: columns of the projections' input.
+        config: hidden (residual width), heads, kv_heads, head_dim, eps, qk_norm, attention_bias (of q, k and v).
+        cos_sin: rotary table [L, R]; out_bias: the output projection has one too; window: keys seen, None: all.
     """
 
-    def __init__(self, source, norm, width, hidden, config, cos_sin, ops, tp, *, qk_norm, bias):
-        self.norm, self.ops, self.cos_sin, self.eps = norm, ops, cos_sin, config.eps
+    def __init__(self, source, norm, width, config, cos_sin, ops, tp, *, out_bias, window=None):
+        self.norm, self.ops, self.cos_sin, self.eps, self.window = norm, ops, cos_sin, config.eps, window
         self.heads, self.kv_heads, self.head_dim = config.heads // tp.size, config.kv_heads // tp.size, config.head_dim
         heads = list(zip("qkv", (config.heads, config.kv_heads, config.kv_heads), strict=True))
         parts = [(f"{n}_proj", h * config.head_dim, Cut(0, h)) for n, h in heads]  # whole heads to each rank
         self.weight = source.concat([(f"{n}.weight", (rows, width), cut) for n, rows, cut in parts])
-        self.bias = source.concat([(f"{n}.bias", (rows,), cut) for n, rows, cut in parts]) if bias else None
-        self.q_norm, self.k_norm = (
-            Norm(source, f"{n}_norm", config.head_dim, config.eps, ops).weight if qk_norm else None for n in "qk"
+        self.bias = (
+            source.concat([(f"{n}.bias", (rows,), cut) for n, rows, cut in parts]) if config.attention_bias else None
         )
-        self.out = RowParallel(source, "o_proj", hidden, config.heads * config.head_dim, ops, tp)
+        self.q_norm, self.k_norm = (
+            Norm(source, f"{n}_norm", config.head_dim, config.eps, ops).weight if config.qk_norm else None for n in "qk"
+        )
+        rows = config.heads * config.head_dim
+        self.out = RowParallel(source, "o_proj", config.hidden, rows, ops, tp, bias=out_bias)
         self.scale = config.head_dim**-0.5
 
     def __call__(self, x, residual, batch, planes, page_size):
@@ -49,5 +53,7 @@ class GQA:
             keys,
             values,
         )
-        y = self.ops.attention(q, keys, values, batch.pages, batch.prefix, batch.tree, page_size, self.scale)
+        y = self.ops.attention(
+            q, keys, values, batch.pages, batch.prefix, batch.tree, page_size, self.scale, self.window
+        )
         return self.out(y, residual)

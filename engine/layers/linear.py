@@ -15,12 +15,14 @@ class Linear:
 
 
 class RowParallel:
-    """y = residual + x W^T, the input cut over ranks and the products summed in rank order."""
+    """y = residual + x W^T + b, the input cut over ranks and the products summed in rank order."""
 
-    def __init__(self, source, name, out_features, in_features, ops, tp):
+    def __init__(self, source, name, out_features, in_features, ops, tp, *, bias=False):
         self.ops, self.tp = ops, tp
         self.weight = source.take(f"{name}.weight", (out_features, in_features), cut=1)
+        own = source.take(f"{name}.bias", (out_features,)) if bias else None
+        self.bias = own if tp.rank == 0 else None  # a sum over ranks holds it once
 
     def __call__(self, x, residual):
         """[N, I/size], [N, O] -> [N, O]."""
-        return self.tp.add(residual, lambda carried: self.ops.linear(x, self.weight, None, carried))
+        return self.tp.add(residual, lambda carried: self.ops.linear(x, self.weight, self.bias, carried))

@@ -2,10 +2,10 @@
 
 
 class Norm:
-    """x / rms(x) * weight over [N, D]."""
+    """x / rms(x) * weight over [N, D]; the weight is the stored one times `gain`."""
 
-    def __init__(self, source, name, size, eps, ops):
-        self.weight, self.eps, self.ops = source.take(f"{name}.weight", (size,)), eps, ops
+    def __init__(self, source, name, size, eps, ops, *, gain=1.0):
+        self.weight, self.eps, self.ops = source.take(f"{name}.weight", (size,), gain=gain), eps, ops
 
     def __call__(self, x):
         return self.ops.norm(x, self.weight, self.eps)

@@ -258,6 +258,9 @@ def save_target(model, tokenizer: Path, out: Path, record: dict) -> None:
     (out / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     for file in tokenizer.iterdir():
         shutil.copy(file, out / file.name)
+    tokens = json.loads((out / "tokenizer.json").read_text(encoding="utf-8"))  # written indented: 2.5 times the bytes
+    packed = json.dumps(tokens, ensure_ascii=False, separators=(",", ":"))
+    (out / "tokenizer.json").write_text(packed + "\n", encoding="utf-8")
     for file in out.iterdir():
         file.chmod(0o644)  # safetensors writes files that only their owner can read
     (out / "training.json").write_text(json.dumps(record, indent=2) + "\n")

@@ -1,0 +1,221 @@
+"""Times of a cycle's stages, inside the cycle and alone, and the experts its verify reads.
+
+Shapes are taken in turn, round by round, so that what else the machine does falls on all of them alike.
+"""
+
+import contextlib
+import dataclasses
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from engine import Engine, Sampling
+from engine.cycle import Cycle
+from engine.layers.view import view
+from engine.profile import Profile
+from engine.report import Acceptance
+from engine.shape import PLAIN, Shape
+
+from . import results
+from .results import Figure, Workload
+from .traffic import Bytes, Routed
+
+SKIPPED = 2  # first cycles of a run: the clock, the caches and the host are not in step yet
+
+
+def sampling(tokens: int) -> Sampling:
+    """Greedy, to the end of the count."""
+    return Sampling(max_new_tokens=tokens, ignore_eos=True)
+
+
+def environment(engine: Engine) -> dict:
+    """results.environment, and how cycles ran."""
+    parts = engine.parts
+    found = results.environment(parts.device, parts.dtype, parts.tp.size)
+    return found | {"graphs": engine.graphs.reason or "captured"}
+
+
+def workload(o, engine: Engine, routing: str, prompts: list[list[int]]) -> Workload:
+    """What was run; paths in the repository are written as such."""
+
+    def name(path: str | None) -> str | None:
+        return None if path is None else path.removeprefix(f"{results.ROOT}/")
+
+    parts = engine.parts
+    return Workload(
+        target=o.random or name(o.target),
+        draft=name(o.draft),
+        layers=parts.target.config.layers,
+        tp=parts.tp.size,
+        tp_slice=None,
+        context=max(map(len, prompts)),
+        batch=1,
+        dtype=str(parts.dtype).removeprefix("torch."),
+        routing=routing,
+        prompts_hash=results.prompts_hash(prompts),
+    )
+
+
+@dataclass
+class Timed:
+    """series: {Shape: {stage: [ms a cycle]}}, `cycle` and `gap` too; cycles: {Shape: Acceptance}; prefill: ms."""
+
+    series: dict[Shape, dict[str, list[float]]] = field(default_factory=dict)
+    cycles: dict[Shape, Acceptance] = field(default_factory=dict)
+    prefill: list[float] = field(default_factory=list)
+
+
+def stamped(engine: Engine, prompt: list[int], tokens: int, shapes: list[Shape], rounds: int, bar) -> Timed:
+    """Stage times of every shape by the stamps that its own cycles write; every other round runs backwards."""
+    found = Timed()
+    for shape in shapes:
+        engine.prepare(shape, profile=Profile())
+        engine.generate(prompt, sampling(min(tokens, 2 * shape.path + 1)), shape=shape, profile=Profile())
+    for number in range(rounds):
+        for shape in shapes if number % 2 == 0 else reversed(shapes):
+            profile = Profile()
+            result = engine.generate(prompt, sampling(tokens), shape=shape, profile=profile)
+            own = found.series.setdefault(shape, {})
+            for name, values in profile.series().items():
+                late = values[SKIPPED:] if len(values) > 2 * SKIPPED else values
+                own.setdefault(name, []).extend(round(x, 5) for x in late)
+            found.cycles[shape] = found.cycles.get(shape, Acceptance()) + Acceptance.of(result.cycles)
+            found.prefill.append(result.prefill_ms)
+            bar.update(1)
+    return found
+
+
+def routed(
+    engine: Engine, target, prompt: list[int], tokens: int, shapes: list[Shape], bar
+) -> dict[Shape, list[float]]:
+    """{Shape: different experts that one verify pass read, of each layer}, counted by a twin of the engine that shares
+    its weights; {} for a target without experts.
+
+    target: the engine's own, without a delay around it.
+    """
+    experts = getattr(target.config, "experts", None)
+    if not experts:
+        bar.update(len(shapes))
+        return {}
+    parts = engine.parts
+    count = Routed(parts.ops.route, target.config.layers, experts, parts.device)
+    ops = dataclasses.replace(parts.ops, route=count)
+    twin = dataclasses.replace(parts, target=view(target, ops), ops=ops)  # prompt_ops stay: prompts are not counted
+    if parts.prompt_ops is parts.ops:
+        twin.prompt_ops = dataclasses.replace(parts.ops)  # equal, and another object: prompts run the plain table
+    twin = Engine(twin, engine.options, engine.shape, "off" if engine.graphs.reason else "auto")
+    found = {}
+    for shape in shapes:
+        twin.prepare(shape)
+        count.reset()
+        twin.generate(prompt, sampling(tokens), shape=shape)
+        found[shape] = count.means()
+        bar.update(1)
+    return found
+
+
+def alone(engine: Engine, prompt: list[int], tokens: int, shapes: list[Shape], repeats: int, bar) -> dict:
+    """{Shape: {stage: [ms]}} of each stage as a program (on CUDA: a graph) of its own, over the state that a request in
+    progress has after a cycle, put back before every run."""
+    found = {}
+    for shape in shapes:
+        drafter = None if shape == PLAIN else engine.drafter
+        stream = engine.stream(prompt, sampling(max(tokens, 3 * shape.path)), shape=shape, details=False)
+        with contextlib.closing(stream) as events:
+            for _ in zip(range(2), events, strict=False):  # its first token, its first cycle
+                pass
+            cycle = engine.programs.cycle(1, shape, drafter, detail=False, stamped=False)
+            _wait(engine.parts.device)
+            kept, times = cycle.state.snapshot(), {stage: [] for stage in Cycle.stages}
+            for stage in Cycle.stages if shape != PLAIN else ("verify",):
+                engine.graphs.prepare(cycle, 1, shape, (stage,))
+                for _ in range(repeats):
+                    cycle.state.restore(kept)
+                    times[stage].append(_ms(engine, cycle, shape, stage))
+                cycle.state.restore(kept)
+        found[shape] = times
+        bar.update(1)
+    return found
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _ms(engine: Engine, cycle: Cycle, shape: Shape, stage: str) -> float:
+    """One run of one stage: events around a graph's launch, or the host's clock."""
+    if engine.parts.device.type != "cuda":
+        began = time.perf_counter()
+        engine.graphs.run(cycle, 1, shape, (stage,))
+        return (time.perf_counter() - began) * 1e3
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    engine.graphs.run(cycle, 1, shape, (stage,))
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a verify pass must read: `counts` of `routed`, `positions` committed before it, `speed` in bytes/s."""
+
+    size: Bytes
+    counts: dict[Shape, list[float]]
+    positions: int
+    speed: float
+
+    def of(self, shape: Shape) -> tuple[float, float | None, str]:
+        """(bytes of its verify, mean different experts a layer or None, both in words)."""
+        each = self.counts.get(shape)
+        mean = sum(each) / len(each) if each else None
+        total = self.size.verify(shape.draft_tokens, mean or 0.0, self.positions)
+        words = f"{total / 1e6:.4g} MB"
+        if each:
+            words += f"; {mean:.2f} different experts a layer, {min(each):.2f} to {max(each):.2f}"
+        return total, mean, words
+
+    def floor_ms(self, nbytes: float) -> float:
+        """Milliseconds that so many bytes take at the bandwidth measured."""
+        return nbytes / self.speed * 1e3
+
+
+def figures(timed: Timed, alone: dict, traffic: Traffic, chains: list[Shape], drafts: bool) -> list[Figure]:
+    """A Figure for everything: `plain`, `verify.N` of chains, and of every shape its stages, cycle and gap."""
+    found, made = [], Figure.of
+    for shape, series in timed.series.items():
+        nbytes, experts, words = traffic.of(shape)
+        floor, inside = traffic.floor_ms(nbytes), f"inside the cycle {shape}; {words}"
+        if shape == PLAIN:
+            found.append(made("plain", "ms", series["cycle"], floor=floor, experts=experts, note=words))
+        if shape in chains:
+            rows = f"{shape.draft_tokens}"
+            found.append(made(f"verify.{rows}", "ms", series["verify"], floor=floor, experts=experts, note=inside))
+            found.append(made(f"verify_bytes.{rows}", "MB", nbytes / 1e6))
+        if shape in alone and alone[shape]["verify"]:
+            note = "a program of its own"
+            found.append(made(f"alone.verify.{shape}", "ms", alone[shape]["verify"], floor=floor, note=note))
+        found.append(
+            made(
+                "gap" if shape == PLAIN else f"gap.{shape}",
+                "ms",
+                series["gap"] or [0.0],
+                note="between cycles of a stamped run",
+            )
+        )
+        if shape == PLAIN:
+            continue
+        found.append(made(f"verify.{shape}", "ms", series["verify"], floor=floor, experts=experts, note=words))
+        passes = traffic.floor_ms(shape.steps * traffic.size.draft) if drafts else None
+        for stage in ("draft", "accept", "commit", "cycle"):
+            bound = passes if stage == "draft" else None
+            found.append(made(f"{stage}.{shape}", "ms", series[stage], floor=bound))
+            if stage != "cycle":
+                found.append(made(f"alone.{stage}.{shape}", "ms", alone[shape][stage], floor=bound, note=note))
+        counts = timed.cycles[shape]
+        if counts.length is not None:
+            note = f"{counts.cycles} cycles on this routing"
+            found.append(made(f"accept_length.{shape}", "tokens a cycle", counts.length, note=note))
+    return found

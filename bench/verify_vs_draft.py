@@ -1,0 +1,223 @@
+"""`python -m bench.verify_vs_draft`: where a cycle's time goes, by the cycle's own stamps, beside plain decoding.
+
+For chains of 1 to 16 rows and every shape asked for: the stages inside the cycle and alone, the experts really read,
+the bytes and their floor at the bandwidth measured in the same run, a fit over rows, and break-even accept lengths.
+"""
+
+import argparse
+import shlex
+import sys
+
+import torch
+from tqdm import tqdm
+
+from engine import Engine, Shape
+from engine.options import DEMO, Parser, least, number
+from engine.shape import MAX_NODES, PLAIN
+from weights.config import Refused
+
+from . import bandwidth, results, stages
+from .cost import Fit, table_of_run
+from .oracle import Delayed, Independent, Oracle, Repeated
+from .results import Figure
+from .spin import DelayedTarget, Spin
+from .texts import texts
+from .traffic import Bytes
+
+ROUTING = {
+    "text": "text: the drafter's own tokens",
+    "independent": "independent: random ids in every row (worst case)",
+    "repeated": "repeated: one row as often as there are rows (best case)",
+}
+TOKENS = {"cuda": 384, "cpu": 32}
+
+
+def parser() -> Parser:
+    """Options."""
+    p = Parser(prog="python -m bench.verify_vs_draft", allow_abbrev=False, description=__doc__)
+    add = p.add_argument
+    add("--target", metavar="DIR|HUB_ID", help="default: the demo pair")
+    add(
+        "--draft", metavar="DIR|HUB_ID|random:NAME|none", help="default: the demo draft with the demo target, else none"
+    )
+    add("--random", metavar="NAME|FILE", help="random weights of this architecture in place of --target")
+    add("--layers", type=least(1), metavar="N", help="with --random: as many layers")
+    add("--capture-layers", metavar="boundary:A,B,C|output:A,B,C", help="overrides the draft's config")
+    add("--shapes", nargs="*", default=["3-1-4"], metavar="S-K-D", help="default: 3-1-4")
+    add("--rows", nargs="*", type=least(1), default=[*range(1, 17)], metavar="N", help="chains; default: 1 to 16")
+    add("--routing", choices=tuple(ROUTING), help="default: text where there are weights, independent with --random")
+    add(
+        "--prompts", metavar="FILE", help="the prompt is the beginning of its texts; default: the demo's, or random ids"
+    )
+    add("--context", type=least(2), default=512, metavar="N", help="most prompt tokens; default %(default)s")
+    add("--tokens", type=least(4), metavar="N", help="new tokens of each run; default 384 on CUDA, 32 on the CPU")
+    add("--rounds", type=least(1), default=3, metavar="N", help="of all shapes in turn; default %(default)s")
+    add("--repeats", type=least(1), default=20, metavar="N", help="of each stage alone; default %(default)s")
+    add("--inject-spin", type=number, metavar="MS", help="make a stage slower by so much: a test of the clock")
+    add("--inject-stage", choices=("verify", "draft"), default="verify", help="which; default %(default)s")
+    add("--device", metavar="cpu|cuda|cuda:N")
+    add("--dtype", metavar="float32|float16|bfloat16")
+    add("--graphs", choices=("auto", "required", "off"), default="auto", help="CUDA graphs; default %(default)s")
+    add("--json", metavar="FILE", help="where the results go")
+    return p
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Options as given. Raises Refused."""
+    o, unknown = parser().parse_known_args(argv)
+    if unknown:
+        raise Refused(f"{unknown[0]}: there is no such option; --help lists all")
+    o.shapes = [Shape.parse(text) for text in o.shapes]
+    if PLAIN in o.shapes:
+        raise Refused(f"--shapes {PLAIN}: plain decoding is always measured; supported: shapes that draft")
+    if o.rows and max(o.rows) > MAX_NODES:
+        raise Refused(f"--rows {max(o.rows)}: supported: 1 to {MAX_NODES}")
+    if o.inject_spin is not None and not 0 < o.inject_spin <= 1000:
+        raise Refused(f"--inject-spin {o.inject_spin:g}: supported: milliseconds above 0, up to 1000")
+    if o.target and o.random:
+        raise Refused("--random: it takes the place of --target; supported: one of them")
+    if not o.random and not o.target:
+        o.target, o.draft = str(DEMO / "target"), o.draft or str(DEMO / "draft")
+    o.draft = None if o.draft == "none" else o.draft
+    o.routing = o.routing or ("independent" if o.random else "text")
+    if o.draft is None and o.inject_spin is not None and o.inject_stage == "draft":
+        raise Refused("--inject-stage draft: there is no draft; supported: verify")
+    results.writable(o.json)
+    return o
+
+
+def load(o) -> Engine:
+    """The pair, one request at a time; prompts are always computed anew."""
+    return Engine.load(
+        o.target,
+        o.draft,
+        graphs=o.graphs,
+        random=o.random,
+        layers=o.layers,
+        device=o.device,
+        dtype=o.dtype,
+        max_batch=1,
+        capture_layers=o.capture_layers,
+        prefix_cache=False,
+    )
+
+
+def chain(rows: int) -> Shape:
+    """The chain that verifies so many rows."""
+    return PLAIN if rows == 1 else Shape(rows - 1, 1, rows)
+
+
+def route(o, engine: Engine, prompt: list[int], tokens: int) -> None:
+    """Put the drafter in place that fills the rows as --routing says, and the delay where one is injected."""
+    parts, real = engine.parts, engine.parts.drafter
+    length, vocabulary = parts.max_context, parts.target.head.vocabulary
+    if o.inject_spin is not None:
+        spin = Spin(o.inject_spin, parts.device)
+        if o.inject_stage == "verify":
+            parts.target = DelayedTarget(parts.target, spin)
+        else:
+            real = engine.drafter = Delayed(real, spin)
+    if o.routing == "independent":
+        engine.drafter = Independent(real, vocabulary, length, parts.device)
+    elif o.routing == "repeated":
+        engine.drafter = Repeated(real)
+    elif real is None:  # the target's own text, as a drafter that is always right would offer it
+        plain = engine.generate(prompt, stages.sampling(tokens), shape=PLAIN)
+        engine.drafter = oracle = Oracle(None, [1.0] * MAX_NODES, vocabulary, length, parts.device)
+        oracle.seat([*prompt, *plain.token_ids])
+
+
+def measured(o, engine: Engine, prompt: list[int], read: list[float]) -> list[Figure]:
+    """Every figure of the run."""
+    parts = engine.parts
+    tokens = min(o.tokens or TOKENS[parts.device.type], parts.max_context - len(prompt))
+    if tokens < 4:
+        raise Refused(
+            f"--context {o.context}: {len(prompt)} prompt tokens leave no room; the context holds {parts.max_context}"
+        )
+    target, drafter = parts.target, parts.drafter
+    route(o, engine, prompt, tokens)
+    shapes = list(dict.fromkeys([PLAIN, *map(chain, o.rows), *o.shapes]))
+    work = len(shapes) * (o.rounds + 2)
+    with tqdm(total=work, desc="shapes", unit="", disable=None, leave=False) as bar:
+        timed = stages.stamped(engine, prompt, tokens, shapes, o.rounds, bar)
+        counts = stages.routed(engine, target, prompt, tokens, shapes, bar)
+        alone = stages.alone(engine, prompt, tokens, shapes, o.repeats, bar)
+    speed, size = results.quantile(read, 0.5), Bytes.of(target, drafter, parts.dtype)
+    traffic = stages.Traffic(size, counts, len(prompt) + tokens // 2, speed)
+    made = Figure.of
+    figures = [
+        made("load", "ms", parts.load_ms),
+        made("read_bandwidth", "TB/s", [x / 1e12 for x in read]),
+        made(f"prefill.{len(prompt)}", "ms", timed.prefill),
+    ]
+    if engine.graphs.capture_ms:
+        figures.append(made("capture", "ms", engine.graphs.capture_ms, note="all programs of this run"))
+    figures += stages.figures(timed, alone, traffic, [chain(n) for n in o.rows], drafter is not None)
+    figures += fitted(figures, drafter is not None)
+    table = table_of_run({"figures": [vars(f) for f in figures]}, "this run") if o.shapes else None
+    for shape in o.shapes:
+        note = "accept length, bonus counted, from which it beats plain decoding; idle gaps counted"
+        figures.append(made(f"break_even.{shape}", "tokens a cycle", table.break_even(shape), note=note))
+    return figures
+
+
+def fitted(figures: list[Figure], drafts: bool) -> list[Figure]:
+    """v(n) = a + b n + c U(n) over the rows measured, and the draft's passes: extend + (steps - 1) step."""
+    rows = {int(f.name[7:]): f for f in figures if f.name.startswith("verify.") and f.name[7:].isdigit()}
+    found = []
+    if len(rows) > 1:
+        fit = Fit.of({n: f.value for n, f in rows.items()}, {n: f.experts for n, f in rows.items() if f.experts})
+        words = {"a": "of any pass", "b": "of a row", "c": "of a different expert a layer"}
+        for name, value in (("a", fit.a), ("b", fit.b), ("c", fit.c)):
+            if value is not None:
+                found.append(Figure.of(f"verify_fit.{name}", "ms", value, note=words[name]))
+        found += [
+            Figure.of(f"verify_fit.residual.{n}", "ms", x, note="measured less fitted")
+            for n, x in fit.residuals.items()
+        ]
+    values = {f.name: f.value for f in figures}
+    drafts = {n: values[f"draft.{chain(n)}"] for n in rows if n > 1 and f"draft.{chain(n)}" in values} if drafts else {}
+    if len(drafts) > 1:
+        fit = Fit.of({n - 2: ms for n, ms in drafts.items()})
+        note = f"fitted over chains, {fit.error:.2g} ms rms"
+        found += [Figure.of("draft_extend", "ms", fit.a, note=note), Figure.of("draft_step", "ms", fit.b, note=note)]
+    return found
+
+
+def run(o, command: str) -> list[Figure]:
+    """Measure and keep."""
+    engine = load(o)
+    parts = engine.parts
+    if parts.device.type == "cpu":
+        torch.set_num_threads(1)
+    prompt = texts(o, engine, o.context)
+    figures = measured(o, engine, prompt, bandwidth.read_bandwidth(parts.device))
+    routing = ROUTING[o.routing]
+    if o.routing == "text" and o.draft is None:
+        routing = "text: the target's own, replayed as if drafted"
+    elif o.routing == "text" and o.random:
+        routing = "text of random weights, which falls into loops: rows route alike"
+    if o.inject_spin is not None:
+        routing += f"; {o.inject_spin:g} ms INJECTED into {o.inject_stage}"
+    if o.json:
+        load_ = stages.workload(o, engine, routing, [prompt])
+        results.write(o.json, results.document(command, stages.environment(engine), load_, figures))
+    print(f"routing {routing}")
+    return figures
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        figures = run(parse(argv), shlex.join(["python", "-m", "bench.verify_vs_draft", *argv]))
+    except Refused as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(figure.line() for figure in figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""What targets of grouped-query attention share: embedding, layers, head, and the features they hand out."""
+
+import torch
+
+from weights.capture import FINAL
+
+from ..cache import Rows
+from ..layers import rope
+from ..layers.block import block
+from ..layers.embedding import Embedding, Head
+from ..layers.norm import Norm
+
+
+class Decoder:
+    """A target; a subclass says what a layer's MLP is.
+
+    Args:
+        config: a weights.targets.DecoderConfig; source: weights.Source.
+        boundaries: B_k handed out, ascending, weights.capture.FINAL last; length: positions the rotary table covers.
+        experts_format: an object of weights.formats.
+    """
+
+    def __init__(self, config, source, boundaries, length, experts_format, ops, tp):
+        self.config, self.boundaries, self.experts_format = config, boundaries, experts_format
+        self.features = len(boundaries) * config.hidden
+        self.cache_rows = Rows(config.layers, 2, config.kv_heads // tp.size, config.head_dim)
+        self.embedding = Embedding(source, "model.embed_tokens", config.vocab, config.hidden, tp)
+        cos_sin = rope.table(config.rope, config.head_dim, config.max_positions, length, source.device)
+        self.layers = [self._layer(source, i, cos_sin, ops, tp) for i in range(config.layers)]
+        norm = Norm(source, "model.norm", config.hidden, config.eps, ops)
+        if config.tied:
+            source.alias("lm_head.weight")
+            weight = self.embedding.weight
+        else:
+            weight = source.take("lm_head.weight", (config.vocab, config.hidden), cut=0)
+        self.head = Head(norm, weight, ops, tp)
+
+    def _layer(self, source, number, cos_sin, ops, tp):
+        config, at = self.config, source.prefixed(f"model.layers.{number}.")
+        norm = Norm(at, "input_layernorm", config.hidden, config.eps, ops)
+
+        def mlp(source, norm):
+            return self.mlp(number, source, norm, ops, tp)
+
+        return block(at, norm, config.hidden, config, cos_sin, mlp, ops, tp, out_bias=config.attention_bias)
+
+    def forward(self, batch, cache):
+        """-> residual stream after the last layer [B*T, D], features [B*T, F] in ascending order of boundary."""
+        x = self.embedding(batch.tokens.reshape(-1))
+        aux = [x] if 0 in self.boundaries else []
+        for i, layer in enumerate(self.layers):
+            x = layer(x, x, batch, cache.layer("target", i), cache.page_size)
+            if i + 1 in self.boundaries:
+                aux.append(x)
+        if FINAL in self.boundaries:
+            aux.append(self.head.norm(x))
+        return x, torch.cat(aux, -1) if aux else x[:, :0]
