@@ -154,7 +154,7 @@ class CostTable:
         if len(pays) == len(lengths):
             who = {1: f"shape {best} pays", 2: "both shapes pay"}.get(len(lengths), f"all {len(lengths)} shapes pay")
         else:
-            who = f"{len(pays)} of {len(lengths)} shapes pay ({', '.join(map(str, pays))})"
+            who = f"{len(pays)} of {len(lengths)} shapes pay{'s' * (len(pays) == 1)} ({', '.join(map(str, pays))})"
         return f"{at}, {who}: {gain}"
 
 

@@ -120,8 +120,8 @@ def acceptance(shape: Shape, run: Run) -> list[Figure]:
 def decoding(o, requests, bar) -> tuple[list[Figure], Engine]:
     """Accept lengths, identity and speed, and the engine that ran one request at a time."""
     out, pair = Finished(bar), (str(DEMO / "target"), str(DEMO / "draft"))
-    single = Engine.load(*pair, device=o.device, max_batch=1)
-    wide = Engine.load(*pair, device=o.device, max_batch=o.batch)
+    options = {"device": o.device, "prefix_cache": False}  # every prefill is whole
+    single, wide = (Engine.load(*pair, max_batch=batch, **options) for batch in (1, o.batch))
     if single.parts.device.type == "cpu":
         torch.set_num_threads(1)  # as the command line does for a pair of this size
     shapes, warm = [PLAIN, *o.shapes], Sampling(max_new_tokens=min(WARM_UP, o.new_tokens))
@@ -129,7 +129,7 @@ def decoding(o, requests, bar) -> tuple[list[Figure], Engine]:
         single.prepare(shape)
         wide.prepare(shape, len(requests))
         decode(single, [(requests[0][0], warm)], shape, Quiet())
-    runs = {shape: decode(wide, requests, shape, out) for shape in (*o.shapes, PLAIN)}
+    runs = {shape: decode(wide, requests, shape, out) for shape in shapes}
     timed = {shape: [] for shape in shapes}
     for _ in range(o.repeats):
         for shape in shapes:  # in turn: what else the machine does falls on all of them alike

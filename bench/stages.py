@@ -36,7 +36,7 @@ def environment(engine: Engine) -> dict:
     return found | {"graphs": engine.graphs.reason or "captured"}
 
 
-def workload(o, engine: Engine, routing: str, prompts: list[list[int]]) -> Workload:
+def workload(o, engine: Engine, routing: str, prompts: list[list[int]], new_tokens: int) -> Workload:
     """What was run; paths in the repository are written as such."""
 
     def name(path: str | None) -> str | None:
@@ -49,7 +49,7 @@ def workload(o, engine: Engine, routing: str, prompts: list[list[int]]) -> Workl
         layers=parts.target.config.layers,
         tp=parts.tp.size,
         tp_slice=None,
-        context=max(map(len, prompts)),
+        context=max(map(len, prompts)) + new_tokens,
         batch=1,
         dtype=str(parts.dtype).removeprefix("torch."),
         routing=routing,
@@ -66,12 +66,22 @@ class Timed:
     prefill: list[float] = field(default_factory=list)
 
 
-def stamped(engine: Engine, prompt: list[int], tokens: int, shapes: list[Shape], rounds: int, bar) -> Timed:
-    """Stage times of every shape by the stamps that its own cycles write; every other round runs backwards."""
-    found = Timed()
+def warm(engine: Engine, prompt: list[int], shapes: list[Shape]) -> None:
+    """Capture and run every shape once, with stamps and without."""
     for shape in shapes:
-        engine.prepare(shape, profile=Profile())
-        engine.generate(prompt, sampling(min(tokens, 2 * shape.path + 1)), shape=shape, profile=Profile())
+        for profile in (None, Profile()):
+            engine.prepare(shape, profile=profile)
+            engine.generate(prompt, sampling(2 * shape.path + 1), shape=shape, profile=profile)
+
+
+def stamped(
+    engine: Engine, prompt, tokens: int, shapes: list[Shape], rounds: int, bar, found: Timed | None = None
+) -> Timed:
+    """Stage times of warm shapes by the stamps that their own cycles write; every other round runs backwards.
+
+    found: takes them, beside what it has.
+    """
+    found = Timed() if found is None else found
     for number in range(rounds):
         for shape in shapes if number % 2 == 0 else reversed(shapes):
             profile = Profile()

@@ -127,10 +127,16 @@ def route(o, engine: Engine, prompt: list[int], tokens: int) -> None:
         oracle.seat([*prompt, *plain.token_ids])
 
 
+def new_tokens(o, engine: Engine, prompt: list[int]) -> int:
+    """Tokens decoded behind the prompt in each run."""
+    parts = engine.parts
+    return min(o.tokens or TOKENS[parts.device.type], parts.max_context - len(prompt))
+
+
 def measured(o, engine: Engine, prompt: list[int], read: list[float]) -> list[Figure]:
     """Every figure of the run."""
     parts = engine.parts
-    tokens = min(o.tokens or TOKENS[parts.device.type], parts.max_context - len(prompt))
+    tokens = new_tokens(o, engine, prompt)
     if tokens < 4:
         raise Refused(
             f"--context {o.context}: {len(prompt)} prompt tokens leave no room; the context holds {parts.max_context}"
@@ -140,6 +146,7 @@ def measured(o, engine: Engine, prompt: list[int], read: list[float]) -> list[Fi
     shapes = list(dict.fromkeys([PLAIN, *map(chain, o.rows), *o.shapes]))
     work = len(shapes) * (o.rounds + 2)
     with tqdm(total=work, desc="shapes", unit="", disable=None, leave=False) as bar:
+        stages.warm(engine, prompt, shapes)
         timed = stages.stamped(engine, prompt, tokens, shapes, o.rounds, bar)
         counts = stages.routed(engine, target, prompt, tokens, shapes, bar)
         alone = stages.alone(engine, prompt, tokens, shapes, o.repeats, bar)
@@ -201,7 +208,7 @@ def run(o, command: str) -> list[Figure]:
     if o.inject_spin is not None:
         routing += f"; {o.inject_spin:g} ms INJECTED into {o.inject_stage}"
     if o.json:
-        load_ = stages.workload(o, engine, routing, [prompt])
+        load_ = stages.workload(o, engine, routing, [prompt], new_tokens(o, engine, prompt))
         results.write(o.json, results.document(command, stages.environment(engine), load_, figures))
     print(f"routing {routing}")
     return figures

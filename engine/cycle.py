@@ -26,14 +26,13 @@ class Cycle:
     def draft(self):
         """Tree of the next candidates; the drafter has then seen every committed token."""
         s, t = self.state, self.tree
-        t.tokens[:, 0] = s.root
-        if t.shape.steps == 0:
-            return
         if t.q is not None:
             t.q.zero_()
-        self.drafter.propose(s, t, self.cache)
-        s.backlog.zero_()
-        self.ops.ancestry(t.parents, t.depths, t.ancestors, t.shape.steps)
+        if t.shape.steps:
+            self.drafter.propose(s, t, self.cache)
+            s.backlog.zero_()
+            self.ops.ancestry(t.parents, t.depths, t.ancestors, t.shape.steps)
+        t.tokens[:, 0] = s.root  # whatever the drafter wrote there
 
     def verify(self):
         """The target over all nodes: node j ropes at n + depth and writes row n + j. The rule picks its answers."""

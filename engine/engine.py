@@ -54,10 +54,10 @@ class Engine:
         options = Options(**paths, **options)
         parts = load(options, progress)
         engine = cls(parts, options, shape or (DEFAULT_SHAPE if parts.drafter is not None else PLAIN), graphs)
-        for wanted in (engine.shape, *shapes):
-            engine._check(wanted)
-        for wanted in shapes:
-            engine.prepare(wanted)
+        for ahead in (engine.shape, *shapes):
+            engine._check(ahead)
+        for ahead in shapes:
+            engine.prepare(ahead)
         return engine
 
     def prepare(self, shape, requests=1, profile=None, samplings=()):

@@ -131,7 +131,11 @@ def parser() -> Parser:
     add("--pages", type=least(2), metavar="N", help="pages of the cache; default: enough for --batch full contexts")
     add("--page-size", type=least(1), default=Options.page_size, metavar="N", help="rows a page; default %(default)s")
     add("--prefill-chunk", type=least(1), default=Options.prefill_chunk, metavar="N", help="default %(default)s")
-    add("--no-prefix-cache", action="store_true", help="compute a prompt's beginning anew where an earlier one shares it")
+    add(
+        "--no-prefix-cache",
+        action="store_true",
+        help="compute a prompt's beginning anew where an earlier one shares it",
+    )
     add("--device", metavar="cpu|cuda|cuda:N", help="default: CUDA where there is a GPU")
     add("--dtype", choices=tuple(DTYPES), help="default: bfloat16 on CUDA, float32 on the CPU")
     add("--graphs", choices=MODES, default="auto", help="CUDA graphs; default %(default)s")

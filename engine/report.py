@@ -179,6 +179,7 @@ def document(run: Run, parts, graphs: list[dict], capture_ms: float, compare: di
             "borrowed": [name for report in reports for name, _ in report.borrowed],
             "missing": [name for report in reports for name in report.missing],
             "unexpected": [name for report in reports for name in report.unexpected],
+            "guessed": [guess for report in reports for guess in report.guessed],
         },
         "environment": {
             "gpu": torch.cuda.get_device_name(parts.device) if parts.device.type == "cuda" else None,

@@ -34,7 +34,7 @@ RANGES = (
 class Sampling:
     """How one request is decoded. Raises Refused for values outside what is supported.
 
-    temperature: 0, or below kernels.sampling.TINY: greedy; top_k (0: off), top_p (1: off) and min_p (0: off) then filter
+    temperature: 0, or below kernels.sampling.TINY: greedy; top_k (0: off), top_p (1: off), min_p (0: off) then filter
     what is drawn from, in that order (kernels.sampling); seed: with the request's index in the caller's list, all that
     its draws depend on. stop: strings that end the text (left out of it); stop_ids: further ids that end it (kept);
     ignore_eos: the checkpoint's own end ids do not end it. logprobs: report each token's log-probability and so many of

@@ -18,7 +18,6 @@ from .profile import Stamped
 from .rules import Greedy, rule_of
 from .shape import PLAIN
 
-
 GREEDY = Greedy()
 
 

@@ -188,7 +188,7 @@ def follow_fused(emitted, aux, path, accept_lens, backlog, backlog_tokens, backl
     """The twin of `follow`: the rows in one launch, then the count of them."""
     b, steps = path.shape
     nodes, width, block = aux.shape[1], aux.shape[2], min(1024, max(16, up(aux.shape[2])))
-    _follow[(triton.cdiv(width, block), steps, b)](
+    _follow[(max(1, triton.cdiv(width, block)), steps, b)](  # no features: the tokens are still written
         emitted, aux.contiguous(), path, accept_lens, backlog, backlog_tokens, backlog_features, steps, nodes,
         backlog_tokens.shape[1], width, emitted.stride(0), accept_lens.stride(0), BW=block, num_warps=4,
     )  # fmt: skip

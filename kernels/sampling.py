@@ -1,8 +1,8 @@
 """Drawing tokens: the filtered distribution of a row of logits, and a draw from it that may keep a drafted token.
 
 Filters are applied in this order (transformers' and, but for min-p, vLLM's): temperature, top-k, top-p over what top-k
-left, min-p against the greatest probability. Each keeps a beginning of the row sorted by (logit, lowest id), so together
-they are one cut: the last entry kept.
+left, min-p against the greatest probability. Each keeps a beginning of the row sorted by (logit, lowest id), so all of
+them are one cut: the last entry kept.
 """
 
 import torch

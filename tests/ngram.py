@@ -1,5 +1,5 @@
-"""A drafter of one's own, as a user would write it: it proposes what followed the last n tokens where they stood last,
-a chain (nodes beyond it propose nothing). It follows the Drafter protocol of engine.drafters and keeps no cache rows."""
+"""A drafter of one's own, as a user would write it: a chain of what followed the last n tokens where they stood last.
+It follows the Drafter protocol of engine.drafters and keeps no cache rows."""
 
 import torch
 

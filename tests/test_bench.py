@@ -50,13 +50,21 @@ def test_the_document_has_the_agreed_keys(tmp_path):
     ]
 
 
-def test_a_run_that_cannot_be_written_leaves_the_old_one(tmp_path):
+def test_a_run_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
     """Mutants: written in place; NaN let through, which JSON has not."""
+
+    def killed(path, text, encoding):
+        path.write_bytes(text[:20].encode(encoding))
+        raise KeyboardInterrupt
+
     path = tmp_path / "run.json"
     results.write(path, made([Figure.of("plain", "ms", 1)]))
     before = path.read_text()
     with pytest.raises(ValueError):
         results.write(path, made([Figure.of("plain", "ms", math.nan)]))
+    monkeypatch.setattr(results.Path, "write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        results.write(path, made([Figure.of("plain", "ms", 2)]))
     assert path.read_text() == before
 
 

@@ -176,6 +176,51 @@ def test_chat(cli, kit, pair, tmp_path):
     assert cli("--prompt-file", file, *given)[3]["requests"][0]["token_ids"] == expected("!", 4)
 
 
+def test_sampling_options(cli, kit, pair, tmp_path):
+    """Each setting changes what is drawn, and the seed of a line counts before --seed. Mutants: an option that reaches
+    nobody; one seed for all lines; the line's index left out."""
+    given = ["--target", kit.history(), "--draft", kit.random_draft(), *SMALL, "--max-new-tokens", 40]
+    entries = [{"token_ids": [1, 2]}, {"token_ids": [1, 2]}, {"token_ids": [1, 2], "seed": 7}]
+    (tmp_path / "ids.jsonl").write_text("\n".join(map(json.dumps, entries)))
+
+    def ids(*options):
+        code, _, err, stats = cli("--prompt-file", tmp_path / "ids.jsonl", *given, *options)
+        assert code == 0, err
+        return [request["token_ids"] for request in stats["requests"]]
+
+    greedy, warm = ids(), ids("--temperature", 1)
+    assert greedy == ids("--temperature", 0) == ids("--temperature", "1e-9", "--seed", 4)
+    assert len({tuple(x) for x in [*greedy, *warm]}) == 4
+    assert warm == ids("--temperature", 1, "--seed", 0) == ids("--temperature", 1, "--batch", 3)
+    other = ids("--temperature", 1, "--seed", 1)
+    assert other[2] == warm[2] and other[0] != warm[0] and other[1] != warm[1]
+    assert ids("--temperature", 1, "--top-k", 1) == greedy == ids("--temperature", 1, "--top-p", "1e-6")
+    for option in (("--top-k", 3), ("--top-p", 0.5), ("--min-p", 0.5)):
+        assert warm != ids("--temperature", 1, *option) != greedy
+    assert ids("--temperature", 3) not in (warm, greedy)
+
+
+def test_logprobs(cli, pair):
+    _, _, _, stats = cli("HELLO", *pair, "--max-new-tokens", 6, "--logprobs", 2)
+    (request,) = stats["requests"]
+    assert [entry["token_id"] for entry in request["logprobs"]] == request["token_ids"]
+    assert all(len(e["top"]) == 2 and e["top"][0] == [e["token_id"], e["logprob"]] for e in request["logprobs"])
+    assert cli("HELLO", *pair, "--max-new-tokens", 6)[3]["requests"][0]["logprobs"] is None
+    assert "--logprobs 2: they go to --stats FILE.json" in str(
+        pytest.raises(Refused, options.parse, ["x", "--logprobs", "2"]).value
+    )
+
+
+def test_compare_of_draws(cli, kit):
+    """Plain decoding and a sampled chain draw other ids by right: no alarm. A tree draws the same."""
+    given = ["--target", kit.history(), "--draft", kit.random_draft(), *SMALL, "--temperature", 1, "--compare"]
+    file = ["--prompt-file", kit.folder / "ids.jsonl", "--max-new-tokens", 30]
+    file[1].write_text('{"token_ids": [5]}')
+    _, _, err, stats = cli(*file, *given)
+    assert stats["compare"]["identical"] is None and "x, other draws" in err
+    assert cli(*file, *given, "--topk", 2)[3]["compare"]["identical"] is True
+
+
 def test_compare(cli, pair):
     _, _, err, stats = cli("HELLO", *pair, "--compare", "--max-new-tokens", 21)
     compare = stats["compare"]
@@ -252,15 +297,22 @@ BAD = {
     "x --draft none --compare": "--compare: there is no draft",
     "x --steps 0 --compare": "--compare: --steps 0 is plain decoding",
     "x --max-new-tokens -1": "--max-new-tokens: '-1' is not supported",
-    "x --temperature 0.7": "temperature is 0.7; supported: 0",
-    "x --temperature -1": "temperature is -1.0; supported: 0",
-    "x --temperature nan": "temperature is nan; supported: 0",
+    "x --temperature -1": "temperature is -1.0; supported: numbers from 0 (greedy)",
+    "x --temperature nan": "temperature is nan; supported: numbers from 0",
     "x --temperature hot": "--temperature: 'hot' is not a number",
-    "x --top-k 5": "--top-k 5: decoding is greedy",
-    "x --top-p 0.9": "--top-p 0.9: decoding is greedy",
-    "x --min-p 0.1": "--min-p 0.1: decoding is greedy",
-    "x --seed 0": "--seed 0: greedy decoding draws no numbers",
-    "x --logprobs 3": "--logprobs 3: ",
+    "x --top-k 5": "--top-k 5: decoding is greedy without --temperature",
+    "x --top-p 0.9": "--top-p 0.9: decoding is greedy without --temperature",
+    "x --min-p 0.1": "--min-p 0.1: decoding is greedy without --temperature",
+    "x --seed 0": "--seed 0: decoding is greedy without --temperature",
+    "x --temperature 1 --top-k -1": "--top-k: '-1' is not supported; supported: whole numbers from 0",
+    "x --temperature 1 --top-p 0": "top_p is 0.0; supported: numbers above 0 and up to 1",
+    "x --temperature 1 --top-p 1.1": "top_p is 1.1; supported: numbers above 0 and up to 1",
+    "x --temperature 1 --min-p -0.1": "min_p is -0.1; supported: numbers from 0 (off) to 1",
+    "x --temperature 1 --seed -1": "--seed: '-1' is not supported; supported: whole numbers from 0",
+    "x --logprobs -1": "--logprobs: '-1' is not supported; supported: whole numbers from 0",
+    "X --logprobs 65": "logprobs is 65; supported: 0 to 64, the vocabulary",
+    "x --frequency-penalty 1": "--frequency-penalty: there is no such option; --help lists all",
+    "x --repetition-penalty 2": "--repetition-penalty: there is no such option; --help lists all",
     "x --batch 0": "--batch: '0' is not supported",
     "x --tp 2": "--tp 2: supported: 1",
     "x --expert-parallel": "--expert-parallel: ",

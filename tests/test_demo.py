@@ -87,7 +87,23 @@ def test_records_name_no_machine():
     assert target["finished"] and target["tokens"] == target["steps"] * target["batch"] * target["context"]
 
 
-def test_the_kept_run_reaches_what_the_pair_must():
-    """bench/results/cpu-demo.json is a full run, and no figure in it is short."""
+@pytest.fixture(scope="module")
+def kept():
+    """Figures of the kept run, by name."""
     run = json.loads((ROOT / "bench" / "results" / "cpu-demo.json").read_text())
-    assert demo.short({figure["name"]: figure["value"] for figure in run["figures"]}) == []
+    return {figure["name"]: figure["value"] for figure in run["figures"]}
+
+
+def test_the_kept_run_reaches_what_the_pair_must(kept):
+    """bench/results/cpu-demo.json is a full run, and no figure in it is short."""
+    assert demo.short(kept) == []
+
+
+@pytest.mark.parametrize("paper", ["README.md", "weights/demo/README.md"])
+def test_the_papers_say_what_the_kept_run_says(paper, kept):
+    """Mutant: a new run kept, its figures not copied."""
+    text = (ROOT / paper).read_text(encoding="utf-8")
+    for shape in demo.SHAPES.split():
+        rates = " ".join(f"{kept[f'accept_rate.{shape}.{depth}']:.2f}" for depth in range(1, int(shape[0]) + 1))
+        length, speed = kept[f"accept_length.{shape}"], kept[f"tokens_per_second.{shape}"]
+        assert f"| ({shape.replace('-', ', ')}) | {length:.2f} | {rates} | yes | {speed:.0f} |" in text

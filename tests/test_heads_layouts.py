@@ -242,31 +242,39 @@ def proposals(engine, prompt, shape, count):
     return [(ids[:known], torch.stack(logits)) for known, logits in rounds if known <= len(ids)]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_layout(toys, model, name):
-    """First, second and third draft logits of several cycles after a prompt in pieces. Mutants: a switch ignored or
-    taken for another, features in another order, pre- for post-norm recycling, norms and fc swapped, the second layer's
-    rows in the first one's place, a bias left out, rope over all lanes, a window over all layers, logits not scaled,
-    the name of a layout not read."""
-    layout, (oracle, features) = LAYOUTS[name], model
+def follows(toys, model, layout, **options):
+    """Engine.load of a layout, its first, second and third draft logits of several cycles compared; -> the engine."""
+    oracle, features = model
     path, tensors = layout.save(toys)
-    engine = pair(toys.history(layers=LAYERS), path, prefill_chunk=4, page_size=4)
-    assert engine.target.boundaries == layout.boundaries
-    report = engine.parts.reports[1]
-    assert len(report.guessed) == len(layout.guessed)
-    for word, guess in zip(layout.guessed, report.guessed, strict=True):
-        assert word in guess and any("GUESSED" in line and word in line for line in loaded(engine.parts))
-    for own, weight in (
-        ("lm_head.weight", oracle.model.lm_head),
-        ("embed_tokens.weight", oracle.model.model.embed_tokens),
-    ):
-        if re.search(layout.dropped, own):
-            tensors[own] = weight.weight.detach()
-    assert [n for n, _ in report.borrowed] == [
-        n for n in ("embed_tokens.weight", "lm_head.weight") if re.search(layout.dropped, n)
-    ]
-    reference, seen = Reference(layout.head, tensors), proposals(engine, PROMPT, Shape(3, 1, 4), 6)
+    engine = pair(toys.history(layers=LAYERS), path, prefill_chunk=4, page_size=4, **options)
+    lent = {"embed_tokens.weight": oracle.model.model.embed_tokens, "lm_head.weight": oracle.model.lm_head}
+    lent = {name: module.weight.detach() for name, module in lent.items() if re.search(layout.dropped, name)}
+    assert [name for name, _ in engine.parts.reports[1].borrowed] == list(lent)
+    reference, seen = Reference(layout.head, tensors | lent), proposals(engine, PROMPT, Shape(3, 1, 4), 6)
     assert len(seen) >= 2
     for text, logits in seen:
         want = reference.draft(text, features(text, layout.boundaries), 3)
-        torch.testing.assert_close(logits, want, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(logits.cpu(), want, atol=1e-4, rtol=1e-4)
+    return engine
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout(toys, model, name):
+    """The numbers after a prompt in pieces, and the report. Mutants: a switch ignored or taken for another, features in
+    another order, pre- for post-norm recycling, norms and fc swapped, the second layer's rows in the first one's place,
+    a bias left out, rope over all lanes, a window over all layers, logits not scaled, a layout's names not read."""
+    layout = LAYOUTS[name]
+    parts = follows(toys, model, layout).parts
+    assert parts.target.boundaries == layout.boundaries
+    guessed = parts.reports[1].guessed
+    assert len(guessed) == len(layout.guessed)
+    for word, guess in zip(layout.guessed, guessed, strict=True):
+        assert word in guess and any("GUESSED" in line and word in line for line in loaded(parts))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_on_cuda(toys, model, name):
+    """The same numbers from the fused operations. Mutant: one that does without a bias, a window or a head size that
+    only some heads have."""
+    follows(toys, model, LAYOUTS[name], device="cuda", dtype="float32", graphs="off")

@@ -1,7 +1,8 @@
-"""The dense target against transformers: Llama and Qwen3, logits and every boundary in fp32, whole, in pieces, cached and
-as a tree; the feature `final`; and what its checkpoints must hold."""
+"""The dense target against transformers: Llama and Qwen3, logits and every boundary in fp32, whole, in pieces, cached
+and as a tree; the feature `final`; and what its checkpoints must hold."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,10 @@ from toys import V, pair
 from engine import Refused, Sampling, Shape, loading, memory
 from engine.batch import Batch
 from engine.cache import Cache
+from engine.layers.mlp import BiasedMLP
+from engine.layers.norm import Norm
 from kernels import REFERENCE
+from weights import AnyCheckpoint, Source
 from weights.capture import FINAL, Capture
 
 pytestmark = pytest.mark.usefixtures("nan_memory")
@@ -112,6 +116,30 @@ def test_speculation_keeps_the_text(tmp_path, shape):
     engine.drafter = Replay([prompt + plain], V, 0.8)
     result = engine.generate(prompt, sampling, shape=shape)
     assert result.token_ids == plain and result.stats["accept_length"] > 2
+
+
+@dataclass(frozen=True)
+class Share:
+    """One of two ranks whose sum the test takes itself."""
+
+    rank: int
+    size: int = 2
+
+    def add(self, residual, product):
+        return product(None)
+
+
+def test_two_ranks_share_a_biased_mlp():
+    """Mutants: the output's bias added on both ranks; gate and up biases not cut, or cut after joining."""
+    checkpoint, x, parts = AnyCheckpoint({}, seed=3), torch.randn(5, 64), []
+    for tp in (loading.TP(), Share(0), Share(1)):
+        source = Source(checkpoint, "cpu", torch.float32, tp.rank, tp.size)
+        norm = Norm(source, "norm", 64, 1e-5, REFERENCE)
+        layer = BiasedMLP(source, norm, 64, 96, "silu", REFERENCE, tp)
+        source.fill()
+        parts.append(layer(x))
+    torch.testing.assert_close(parts[1] + parts[2] + x, parts[0], atol=1e-5, rtol=1e-5)
+    assert (layer.gate_up.shape, layer.bias.shape, layer.down.bias) == ((96, 64), (96,), None)
 
 
 # ------------------------------------------------------------------ refusals

@@ -1,6 +1,7 @@
 """Prompts that begin like an earlier one read its rows: the same bits as a fresh prefill's, fewer rows computed, and no
 page lost or read by anybody too late."""
 
+import json
 import random
 
 import pytest
@@ -8,8 +9,10 @@ import torch
 from test_streaming import pages_add_up
 from toys import NEXT, V, disturb, follow, pair
 
-from engine import Sampling, Shape
+from engine import Engine, Sampling, Shape
 from engine.cache import Pool
+from engine.generate import main
+from engine.options import DEMO
 
 PLAIN, CHAIN, TREE = Shape(0, 1, 1), Shape(3, 1, 4), Shape(3, 2, 8)
 UNIT, LENGTH, NEW = 8, 30, 10
@@ -96,8 +99,8 @@ def test_blocks_are_whole_chunks_and_whole_pages(toys, chunk, page):
 
 
 def test_a_conversation(toys):
-    """Each turn is the last one, its answer and something new: the beginning is computed once. Rows of the answer, which
-    cycles wrote, are computed as a prompt's. Mutant: blocks kept of the first prompt only."""
+    """Each turn is the last one, its answer and something new: the beginning is computed once, the answer, whose rows
+    cycles wrote, as a prompt's. Mutant: blocks kept of the first prompt only."""
     engine, fresh = small(toys), small(toys, prefix_cache=False)
     turn, seen = FIRST[:20], 0
     for number in range(4):
@@ -202,6 +205,35 @@ def test_switched_off(toys):
     assert not engine.pool._blocks
 
 
+def test_on_the_command_line(toys, tmp_path, capsys):
+    """Each prompt's reused tokens are in the statistics; the option and a comparison start from nothing. Mutant: a
+    comparison whose second way finds what the first one wrote."""
+    first = follow(3, 20, NEXT)
+    (tmp_path / "ids.jsonl").write_text("\n".join(json.dumps({"token_ids": ids}) for ids in (first, first + [7], [5])))
+    argv = ["--prompt-file", str(tmp_path / "ids.jsonl"), "--target", toys.map(), "--draft", toys.map_draft()]
+    argv += "--device cpu --max-context 64 --page-size 4 --prefill-chunk 8 --max-new-tokens 3 --stats".split()
+    for more, reused in ([], [0, 16, 0]), (["--no-prefix-cache"], [0] * 3), (["--compare"], [0] * 3):
+        assert main([*argv, str(tmp_path / "stats.json"), *more]) == 0
+        requests = json.loads((tmp_path / "stats.json").read_text())["requests"]
+        assert [request["reused_tokens"] for request in requests] == reused
+        assert [request["prompt_tokens"] for request in requests] == [20, 21, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [PLAIN, CHAIN, Shape(4, 4, 16)], ids=str)
+def test_reused_rows_change_no_bit_on_a_gpu(shape):
+    """The kernels for prompts, captured cycles after them. Mutants: those above."""
+    sizes = dict(max_context=1024, max_batch=1, page_size=16, prefill_chunk=128)
+    fresh, reusing = (Engine.load(DEMO / "target", DEMO / "draft", prefix_cache=on, **sizes) for on in (False, True))
+    draw, vocabulary = random.Random(5), fresh.target.head.vocabulary
+    first = [draw.randrange(vocabulary) for _ in range(449)]
+    run(reusing, first, shape)
+    for shared in (128, 129, 300, 449):
+        prompt = first[:shared] + [(t + 1) % vocabulary for t in first[shared:]]
+        reused, got = run(reusing, prompt, shape, new=60)
+        assert reused == (shared - 1) // 128 * 128 and same(got, run(fresh, prompt, shape, new=60)[1])
+
+
 def test_a_failed_prompt_leaves_no_block(toys):
     """Non-finite logits at the prompt's end, an error inside its passes. Mutant: blocks named before their rows are
     written."""
@@ -227,12 +259,13 @@ def test_random_accounts():
     """3,000 random takes, keeps and returns against the rules: no page in two hands but as part of one block, as many
     free as nobody holds, a block's forerunners cached as long as it is. Mutants: any account off by one."""
     draw, pool = random.Random(3), Pool(40, 2, unit=4)
-    held = []
+    held, before = [], {}
     for _ in range(3000):
         if draw.random() < 0.5 or not held:
             ids = [draw.randrange(2) for _ in range(draw.randrange(1, 30))]
             names = pool.names(ids, drafted=False)
             assert len(names) == (len(ids) - 1) // 4
+            before.update(zip(names[1:], names, strict=False))
             free, rows, reused = pool.free, len(ids) + draw.randrange(9), pool.cached(names)
             pages = pool.take(rows, names)
             if pages is None:
@@ -254,6 +287,4 @@ def test_random_accounts():
         assert pool.free == 39 - len({page for pages, _, _ in held for page in pages})
         for block in blocks:
             assert block.users == {id(pages) for pages, _, _ in held if set(block.pages) <= set(pages)}
-        for _, _, names in held:
-            known = [name in pool._blocks for name in names]
-            assert known == sorted(known, reverse=True)
+        assert all(before[name] in pool._blocks for name in pool._blocks if name in before)

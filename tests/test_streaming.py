@@ -119,7 +119,7 @@ def test_stop_strings_at_every_offset_of_a_run(toys, shape, speaker):
 
 @pytest.mark.parametrize("shape", [PLAIN, *CHAINS, *TREES[::3]], ids=str)
 def test_stop_strings_that_overlap_themselves(toys, shape):
-    """"aab" in "aaab", "aabaab" in what begins like it, one that ends inside another. Mutant: after a mismatch the
+    """ "aab" in "aaab", "aabaab" in what begins like it, one that ends inside another. Mutant: after a mismatch the
     search goes on past the string's second chance."""
     speaker = Speaker(toys, characters)
     starts = [len(TALE) - 1, 0, 4, 8]
@@ -276,22 +276,21 @@ def test_a_dropped_stream_is_no_stream(toys):
 def test_a_failure_in_a_pass_frees_everything(toys):
     """The device's own error, in prefill and in a cycle. Mutant: only the caller's exceptions are cleaned up after."""
     engine = pair(toys.map(), toys.map_draft())
-    forward, calls = engine.target.forward, []
+    forward, calls, fail_at = engine.target.forward, [], [0]
 
     def failing(*args):
         calls.append(1)
-        if len(calls) == fail_at:
+        if len(calls) == fail_at[0]:
             raise RuntimeError("out of memory")
         return forward(*args)
 
-    engine.target.forward = failing
-    for fail_at in range(1, 6):
+    for fail_at[0] in range(1, 6):
         calls.clear()
+        engine.target.forward = failing
         with pytest.raises(RuntimeError, match="out of memory"):
             engine.generate([[9], [8], [7]], Sampling(max_new_tokens=30), shape=CHAIN)
         engine.target.forward = forward
         serves(engine)
-        engine.target.forward = failing
 
 
 # ------------------------------------------------------------------ the command line
@@ -319,7 +318,8 @@ def test_ctrl_c_on_the_command_line(toys, batch, capsys, monkeypatch, tmp_path):
     assert main([*argv, "--batch", str(batch), "--max-new-tokens", "30"]) == 1
     out, err = capsys.readouterr()
     after = cycle_of(range(len(TALE)))
-    want = [text.decode(follow(0, 5, after))] if batch == 1 else [text.decode(follow(i, n, after)) for i, n in ((0, 3), (4, 2))]
+    come = [(0, 5)] if batch == 1 else [(0, 3), (4, 2)]
+    want = [text.decode(follow(start, count, after)) for start, count in come]
     assert out == "".join(line + "\n" for line in want)
     assert err.endswith("error: interrupted\n") and "Traceback" not in err
 

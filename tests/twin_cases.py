@@ -7,6 +7,7 @@ import torch
 
 from kernels.attention import causal_bits
 from kernels.routing import Routing
+from kernels.sampling import cutoff
 
 NOISE = float("nan")
 
@@ -287,7 +288,7 @@ def walk(dtype, device):
 
 def follow(dtype, device):
     make = Make(dtype, device)
-    for width, lens, waiting in ((24, [3, 0], [1, 2]), (1300, [1, 4], [0, 5])):
+    for width, lens, waiting in ((24, [3, 0], [1, 2]), (1300, [1, 4], [0, 5]), (0, [2, 4], [0, 1])):
         report = make.ints([[11, 12, 13, 14, 15], [21, 22, 23, 24, 25]])
         path = make.ints([[0, 2, 5, 6], [0, 1, 2, 3]])
         backlog = make.ints(waiting)
@@ -297,6 +298,47 @@ def follow(dtype, device):
             f"{width}",
             (report[:, :4], make.floats(2, 7, width), path, make.ints(lens), backlog, tokens, features),
         )
+
+
+def uniform(dtype, device):
+    make = Make(dtype, device)
+    keys = make.ints([0, -1, 0x299F31D0A4093822])
+    for width, purpose in ((1, 0), (5, 1), (64, 2)):
+        at = torch.arange(3 * width, device=device).view(3, width) * 0x123456789
+        yield f"{width}-{purpose}", (keys, at, purpose)
+
+
+def soften(dtype, device):
+    make = Make(dtype, device)
+    for n, v, filtered in ((1, 100, False), (5, 333, True), (3, 4400, True), (2, 9000, False)):
+        logits = make.floats(n, v, scale=3.0, dtype=torch.float32)
+        logits[:, [3, v - 1]] = logits[:, :1].clone()  # ties
+        logits[0, v // 2] = float("-inf")
+        temperature = torch.tensor([1.0, 0.3, 0.0, 1e-4, 7.0], device=device)[:n].contiguous()
+        cut = None
+        if filtered:
+            settings = torch.tensor([[0, 3, 1, 90, v]]), torch.tensor([[0.9, 1.0, 0.5, 0.01, 0.999]]), torch.zeros(1, 5)
+            cut = cutoff(logits, temperature, *(x[0, :n].to(device) for x in settings))
+        yield f"{n}x{v}", (logits, temperature, cut)
+
+
+def draw(dtype, device):
+    make = Make(dtype, device)
+    for n, v, drafted in ((1, 100, False), (9, 333, True), (6, 4400, True), (3, 9000, False)):
+        p, q = (make.floats(n, v, scale=2.0, dtype=torch.float32).softmax(-1) for _ in range(2))
+        p[:, ::3], q[:, 1::3] = 0, 0
+        u = torch.rand(n, generator=make.generator)
+        u[0], u[-1] = 0, 1 - 2.0**-24
+        p, q = p / p.sum(1, keepdim=True), q / q.sum(1, keepdim=True)
+        if not drafted:
+            yield f"{n}x{v}", (p, u.to(device))
+            continue
+        q[1], q[2] = 0, p[2]  # nothing was drawn; nothing is left over
+        tokens = torch.randint(0, v, (n,), generator=make.generator)
+        tokens[3], tokens[4], tokens[5] = -1, 3, 2
+        coins = torch.rand(n, generator=make.generator)
+        coins[4:6] = 0
+        yield f"{n}x{v}", (p, u.to(device), q, tokens.to(device), coins.to(device))
 
 
 def commit(dtype, device):
@@ -334,6 +376,9 @@ CASES = {
         ancestry,
         walk,
         follow,
+        uniform,
+        soften,
+        draw,
         commit,
         stamp,
     )

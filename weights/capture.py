@@ -26,7 +26,8 @@ class Capture:
 
 def boundaries(config: Eagle3Config | None, layers: int, override: str | None = None) -> Capture:
     """Reads the config's layer ids for a target of `layers` layers; `override` ("boundary:…" | "output:…") comes
-    before them, and stands alone where there is no head yet (config None). Refused: ids out of range, twice, or not as many as the head fuses."""
+    before them, and stands alone where there is no head yet (config None). Refused: ids out of range, twice, or not as
+    many as the head fuses."""
     if config is not None and config.fusion == "final":
         if override is not None:
             raise Refused(f"option --capture-layers {shown(override)}: this head reads the target's final hidden only")
@@ -55,9 +56,8 @@ def _reading(config: Eagle3Config, layers: int) -> tuple[int, str, str]:
     if high == layers:
         return 0, "config", f"the ids name boundaries: {high} is the number of layers, and no layer has that number"
     if low == 1:
-        source = (
-            "guessed" if config.family == "vllm" else "config"
-        )  # vLLM itself would take B_1, which nobody trains on
+        # vLLM itself would take B_1 of its own architectures, which no trainer means
+        source = "guessed" if config.family == "vllm" else "config"
         return 1, source, "the ids name layer outputs: they start with 1"
     if tuple(sorted(ids)) == _default(layers):
         return 0, "guessed", "the ids equal the usual boundaries, but may name layer outputs; read as boundaries"

@@ -230,15 +230,17 @@ def _residual(fields: Fields, inner: Fields, family: str) -> tuple[bool, str | N
 def _recycle(fields: Fields, inner: Fields, family: str) -> tuple[str, str | None]:
     """Which hidden the next step gets, and what was guessed. `norm_output` means the normed one to SGLang, vLLM,
     TensorRT-LLM, NeMo and speculators; SpecForge's trainer may have recycled the other under the same key."""
-    post = _switch(fields, inner, "return_hidden_post_norm", "norm_output")
-    if not post:
+    said = _switch(fields, inner, "return_hidden_post_norm")  # ModelOpt's name, which means one thing
+    if said is not None:
+        return "post-norm" if said else "pre-norm", None
+    if not _switch(fields, inner, "norm_output"):
         return "pre-norm", None
-    if family == "specforge" and _switch(fields, inner, "return_hidden_post_norm") is None:
-        return "post-norm", (
-            "key 'norm_output' is true: read as recycling the normed hidden, as servers do; SpecForge's trainer may "
-            "have recycled the other (key 'return_hidden_post_norm' true or false in eagle_config settles it)"
-        )
-    return "post-norm", None
+    if family != "specforge":
+        return "post-norm", None
+    return "post-norm", (
+        "key 'norm_output' is true: read as recycling the normed hidden, as servers do; SpecForge's trainer may have "
+        "recycled the other (key 'return_hidden_post_norm', true or false in eagle_config, settles it)"
+    )
 
 
 def _only_known(fields: Fields, inner: Fields, layer: Fields) -> None:

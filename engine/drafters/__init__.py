@@ -9,11 +9,11 @@ precede children, no node deeper than tree.shape.steps) after extending over the
 follow from the parents.
 
 `propose` finds in State (engine.buffers) the committed rows n = seq_lens [B], the token at n in root [B], and the
-backlog of committed text it has not seen: tokens n - backlog + 1 .. n in backlog_tokens, the target's features under the
-token before each in backlog_features. It runs inside a captured graph: static shapes, nothing that waits for the device,
-no memory of its own that is not there before the first cycle. A drafter without cache rows that needs the text itself
-keeps a `history.History`. Prompts of which a beginning is cached are extended over from there on: what a drafter keeps
-for a position must live in its cache rows, or by cache slot as History does.
+backlog of committed text it has not seen: tokens n - backlog + 1 .. n in backlog_tokens, the target's features under
+the token before each in backlog_features. It runs inside a captured graph: static shapes, nothing that waits for the
+device, no memory of its own that is not there before the first cycle. A drafter without cache rows that needs the text
+itself keeps a `history.History`. Prompts of which a beginning is cached are extended over from there on: what a drafter
+keeps for a position must live in its cache rows, or by cache slot as History does.
 """
 
 from weights.eagle3 import FAMILIES

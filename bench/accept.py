@@ -1,0 +1,198 @@
+"""`python -m bench.accept`: how often a head guesses its target's own next token on a text, for each draft pass and by
+class of token. Teacher-forced: nothing is generated; it says what a head knows, not what a shape keeps.
+
+Row i of the head pairs the target's features at i with token i + 1. Pass 0 sees true features; pass j goes on from the
+hidden of pass j - 1 with token i + j + 1, as the drafter does in a chain, and is asked for the target's next choice.
+"""
+
+import argparse
+import shlex
+import sys
+import time
+
+import torch
+from tqdm import tqdm
+
+from engine import Engine
+from engine.batch import Batch
+from engine.cache import Cache
+from engine.options import DEMO, Parser, least
+from engine.train_head import chain_length
+from weights.config import Refused
+
+from . import results, stages
+from .results import Figure
+from .texts import several
+
+ROWS = 64  # positions of later passes at once, and rows whose logits exist at once
+CLASSES = ("word", "name part", "digits", "punctuation", "white space", "other")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Options as given. Raises Refused."""
+    p = Parser(prog="python -m bench.accept", allow_abbrev=False, description=__doc__.split("\n\n")[0])
+    add = p.add_argument
+    add("--target", metavar="DIR|HUB_ID", help="default: the demo pair")
+    add("--draft", metavar="DIR|HUB_ID", help="an EAGLE-3 head; default: the demo draft with the demo target")
+    add("--capture-layers", metavar="boundary:A,B,C|output:A,B,C", help="overrides the draft's config")
+    add("--prompts", metavar="FILE", help="the texts: *.jsonl, or one text; default: the demo's prompts")
+    add("--count", type=least(1), metavar="N", help="the first N texts; default all")
+    add("--window", type=least(8), default=512, metavar="N", help="most tokens of a text; default %(default)s")
+    add("--steps", type=least(1), default=4, metavar="S", help="draft passes; default %(default)s")
+    add("--topk", type=least(1), default=4, metavar="K", help="among the head's K best; default %(default)s")
+    add("--device", metavar="cpu|cuda|cuda:N")
+    add("--dtype", metavar="float32|float16|bfloat16")
+    add("--json", metavar="FILE", help="where the results go")
+    o = p.parse_args(argv)
+    if o.target is None:
+        o.target, o.draft = str(DEMO / "target"), o.draft or str(DEMO / "draft")
+    if o.draft in (None, "none"):
+        raise Refused("--draft: there is no head to measure; supported: DIR, HUB_ID")
+    o.random = None
+    results.writable(o.json)
+    return o
+
+
+def teach(engine: Engine, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target over a text -> features [n, F], its own next token after each position [n]."""
+    parts, n, size = engine.parts, len(ids), 64
+    device, target = parts.device, parts.target
+    cache = Cache({"target": target.cache_rows}, 1 - (-n // size), size, parts.dtype, device)
+    pages = torch.arange(1, cache.pages, dtype=torch.int32, device=device)[None]
+    tokens, features, best = torch.tensor([ids], device=device), [], []
+    for at in range(0, n, engine.options.prefill_chunk):
+        prefix = torch.full((1,), at, dtype=torch.int64, device=device)
+        hidden, aux = target.forward(
+            Batch.causal(tokens[:, at : at + engine.options.prefill_chunk], prefix, pages), cache
+        )
+        features.append(aux.clone())
+        best += [target.head(rows, 1)[1][:, 0] for rows in hidden.split(ROWS)]
+    return torch.cat(features), torch.cat(best)
+
+
+def guesses(engine: Engine, ids: list[int], features: torch.Tensor, steps: int, k: int) -> torch.Tensor:
+    """The head's k best ids of every pass [n - steps, steps, k], pass 0 first. The cache has one row a page, so that
+    rows of many positions can share what precedes them and keep their own later passes apart."""
+    parts, drafter, rows = engine.parts, engine.drafter, len(ids) - steps
+    device, tokens = parts.device, torch.tensor(ids, device=parts.device)
+    cache = Cache({"draft": drafter.cache_rows}, 1 + rows + ROWS * steps, 1, parts.dtype, device)
+    shared = torch.arange(1, rows + 1, dtype=torch.int32, device=device)
+    start = torch.zeros(1, dtype=torch.int64, device=device)
+    known = Batch.causal(tokens[None, 1 : rows + 1], start, shared[None])
+    first = drafter.extend(known, features[:rows], cache)
+    out = tokens.new_empty(rows, steps, k)
+    for low in range(0, rows, ROWS):
+        row = torch.arange(low, min(low + ROWS, rows), device=device)
+        hidden, b = first[row], len(row)
+        own = rows + 1 + torch.arange(b * steps, dtype=torch.int32, device=device).view(b, steps)
+        table = torch.zeros(b, rows + steps, dtype=torch.int32, device=device)
+        table[:, :rows] = shared
+        table.scatter_(1, (row + 1)[:, None] + torch.arange(steps, device=device), own)
+        for step in range(steps):
+            if step:
+                at, bits = (row + step)[:, None], torch.full((b, 1), (1 << step) - 1, device=device)
+                batch = Batch(tokens[row + step + 1][:, None], at, at, table, row + 1, bits)
+                hidden = drafter.forward(tokens[row + step + 1], hidden, batch, cache)
+            out[row, step] = drafter.best(hidden[:, None], k)[1][:, 0]
+    return out
+
+
+def kind(text: str) -> str:
+    """Class of a token by the text it stands for."""
+    bare = text.strip()
+    if not bare:
+        return "white space" if text else "other"
+    if bare.isdecimal():
+        return "digits"
+    if all(c.isalnum() or c == "_" for c in bare):
+        return "word" if text[0].isspace() else "name part"
+    return "punctuation" if not any(c.isalnum() for c in bare) else "other"
+
+
+def measured(o, engine: Engine, prompts: list[list[int]], bar) -> list[Figure]:
+    """Agreement of every pass, over all rows and by class of the token that was due."""
+    hits, among, due = [], [], []
+    began = time.perf_counter()
+    for ids in prompts:
+        features, best = teach(engine, ids)
+        found = guesses(engine, ids, features, o.steps, o.topk)
+        rows = torch.arange(found.shape[0], device=best.device)[:, None] + torch.arange(
+            1, o.steps + 1, device=best.device
+        )
+        wanted = best[rows]
+        hits.append(found[..., 0] == wanted)
+        among.append((found == wanted[..., None]).any(-1))
+        due.append(wanted)
+        bar.update(1)
+    seconds, count = time.perf_counter() - began, sum(len(h) for h in hits)
+    lengths = [chain_length(h[None], o.steps) for h in hits if len(h)]
+    right, near, ids = torch.cat(hits), torch.cat(among), torch.cat(due)
+    note, made = f"{count} positions, teacher-forced", Figure.of
+    figures = [made("positions_per_second", "positions/s", count / seconds)]
+    for step in range(o.steps):
+        figures.append(made(f"top1.{step + 1}", "share", float(right[:, step].float().mean()), note=note))
+        figures.append(made(f"top{o.topk}.{step + 1}", "share", float(near[:, step].float().mean()), note=note))
+    mean = sum(lengths) / len(lengths)
+    words = "along the text, as if it were the target's own; mean over texts"
+    figures.append(made(f"forced_accept_length.{o.steps}-1-{o.steps + 1}", "tokens a cycle", mean, note=words))
+    return figures + by_class(engine, right, near, ids, o.topk)
+
+
+def by_class(engine: Engine, right: torch.Tensor, near: torch.Tensor, ids: torch.Tensor, k: int) -> list[Figure]:
+    """Agreement of the first pass for each class of token, and how many of the tokens due the head cannot say."""
+    figures, flat, drafter = [], ids[:, 0].tolist(), engine.drafter
+    if drafter.to_target is not None:
+        known = set((torch.arange(len(drafter.to_target), device=ids.device) + drafter.to_target).tolist())
+        outside = sum(i not in known for i in flat) / len(flat)
+        figures.append(Figure.of("outside_draft_vocabulary", "share", outside, note="of the tokens that were due"))
+    if engine.parts.text is None:
+        return figures
+    kinds = {i: kind(engine.parts.text.decode([i])) for i in set(flat)}
+    for name in CLASSES:
+        rows = torch.tensor([kinds[i] == name for i in flat], device=ids.device)
+        if rows.any():
+            note = f"{int(rows.sum())} positions, {100 * float(rows.float().mean()):.0f} % of all"
+            for word, table in (("top1", right), (f"top{k}", near)):
+                value = float(table[rows, 0].float().mean())
+                figures.append(Figure.of(f"{word}.1.{name.replace(' ', '_')}", "share", value, note=note))
+    return figures
+
+
+def run(o, command: str) -> list[Figure]:
+    """Measure and keep."""
+    words = {name: getattr(o, name) for name in ("device", "dtype", "capture_layers")}
+    engine = Engine.load(o.target, o.draft, max_batch=1, **words)
+    if engine.parts.device.type == "cpu":
+        torch.set_num_threads(1)
+    for name in ("forward", "best", "to_target"):
+        if not hasattr(engine.drafter, name):
+            kind_ = type(engine.drafter).__name__
+            raise Refused(f"--draft {o.draft}: a {kind_} does not recycle its hidden; supported: EAGLE-3 heads")
+    if o.topk > engine.drafter.config.draft_vocab:
+        raise Refused(f"--topk {o.topk}: the draft vocabulary has {engine.drafter.config.draft_vocab} ids")
+    given = several(o, engine, o.count, min(o.window, engine.parts.max_context))
+    prompts = [ids for ids in given if len(ids) > o.steps]
+    if not prompts:
+        raise Refused(f"--prompts: no text is longer than --steps {o.steps} tokens")
+    with tqdm(total=len(prompts), desc="texts", unit="", disable=None, leave=False) as bar:
+        figures = measured(o, engine, prompts, bar)
+    if o.json:
+        load = stages.workload(o, engine, "text, teacher-forced", prompts, 0)
+        results.write(o.json, results.document(command, stages.environment(engine), load, figures))
+    return figures
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        figures = run(parse(argv), shlex.join(["python", "-m", "bench.accept", *argv]))
+    except Refused as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(figure.line() for figure in figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,261 @@
+"""`python -m bench.ops`: every operation of kernels.Ops at the sizes of a named model: time, bytes, share of bandwidth.
+
+Arguments are those of real cycles: each field is called again with what a cycle gave it, one layer's weights after the
+other's so that the L2 is cold. On a GPU the fused table beside the reference, on the CPU the reference alone.
+"""
+
+import argparse
+import dataclasses
+import inspect
+import shlex
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from engine import Engine, Sampling, Shape
+from engine.options import DEMO, Parser, least
+from engine.profile import Profile
+from engine.shape import PLAIN
+from kernels import FUSED, REFERENCE, Ops
+from weights.config import Refused
+
+from . import bandwidth, results, stages
+from .oracle import random_prompt
+from .results import Figure
+
+MODEL, DRAFT, LAYERS = "qwen3-30b-a3b", "random:qwen3-30b-a3b-eagle3", 8
+L2 = 50 << 20  # bytes; a group that reads less than this a turn may find its weights there
+SMALL = 4 << 20  # bytes; a smaller argument is copied, and put back before every turn where the call changes it
+UNREAD = {"k_plane", "v_plane", "storage", "cos_sin", "pages", "gate_up", "down"}  # not read whole where experts, cache
+
+
+@dataclass
+class Call:
+    """One call of a field as a cycle made it; kept: (argument, its value before the call) of what it changes."""
+
+    args: tuple
+    kept: list[tuple[torch.Tensor, torch.Tensor]]
+    nbytes: int
+
+
+def tensors(x):
+    """Tensors in nested tuples."""
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, tuple | list):
+        for part in x:
+            yield from tensors(part)
+
+
+def own_copy(x):
+    """The same with every small tensor copied; weights and caches stay the ones they are."""
+    if isinstance(x, torch.Tensor):
+        return x.clone() if x.nbytes < SMALL else x
+    return type(x)(own_copy(part) for part in x) if isinstance(x, tuple | list) else x
+
+
+def traffic(field: str, args: tuple, out) -> int:
+    """Bytes that a call must move: arguments and results, of a cache or of experts what is touched."""
+    named = dict(inspect.signature(getattr(REFERENCE, field)).bind(*args).arguments)
+    whole = {k: v for k, v in named.items() if not (k in UNREAD and field in ("qkv", "attention", "experts", "commit"))}
+    total = sum(t.nbytes for t in tensors(tuple(whole.values()))) + sum(t.nbytes for t in tensors(out))
+    if field == "experts":
+        distinct = int(named["ids"].unique().numel())
+        total += distinct * sum(named[k].nbytes // named[k].shape[0] for k in ("gate_up", "down"))
+    elif field in ("qkv", "attention"):
+        plane = named["k_plane"]
+        seen = named["positions"].numel() if field == "qkv" else int(named["prefix"].sum()) + named["q"].shape[0]
+        total += 2 * seen * plane[0].nbytes
+    elif field == "commit":
+        rows = named["storage"]
+        moved = int(named["accept_lens"].sum())
+        total += 2 * moved * rows.nbytes // rows.shape[2]
+    return total
+
+
+class Recorder:
+    """A table of operations that notes every call: {(field, sizes): [Call]}. Runs eagerly; waits for the device."""
+
+    def __init__(self, ops: Ops):
+        self.calls, self.on = {}, False
+        self.ops = dataclasses.replace(
+            ops, **{f.name: self._noted(f.name, getattr(ops, f.name)) for f in dataclasses.fields(ops)}
+        )
+
+    def _noted(self, field, operation):
+        def call(*args):
+            if not self.on:
+                return operation(*args)
+            copied, before = own_copy(args), own_copy(args)  # a cycle's buffers hold other things when this is timed
+            out = operation(*args)
+            own = list(tensors(args))
+            largest = max(own, key=lambda t: t.nbytes) if own else None
+            sizes = [own[0], largest] if own and largest is not own[0] else own[:1]
+            key = field, ",".join("x".join(map(str, t.shape)) for t in sizes)
+            operation(*copied)
+            pairs = zip(tensors(copied), tensors(before), strict=True)
+            kept = [(t, b) for t, b in pairs if t.nbytes < SMALL and not torch.equal(t, b)]
+            self.calls.setdefault(key, []).append(Call(copied, kept, traffic(field, args, out)))
+            return out
+
+        return call
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Options as given. Raises Refused."""
+    p = Parser(prog="python -m bench.ops", allow_abbrev=False, description=__doc__)
+    add = p.add_argument
+    add("--random", metavar="NAME|FILE", help=f"the target's sizes; default {MODEL} on CUDA, the demo pair on the CPU")
+    add("--draft", metavar="random:NAME|none", help=f"default {DRAFT} with {MODEL}, else none")
+    add("--layers", type=least(1), metavar="N", help=f"of the target, to take turns over; default {LAYERS}")
+    add("--small", action="store_true", help="the demo pair's sizes, on a GPU too")
+    add(
+        "--shapes", nargs="+", default=["0-1-1", "3-1-4", "4-4-16"], metavar="S-K-D", help="default: 0-1-1 3-1-4 4-4-16"
+    )
+    add("--context", type=least(2), default=512, metavar="N", help="committed positions; default %(default)s")
+    add("--repeats", type=least(1), default=20, metavar="N", help="turns over all layers; default %(default)s")
+    add("--device", metavar="cpu|cuda|cuda:N")
+    add("--dtype", metavar="float32|float16|bfloat16")
+    add("--json", metavar="FILE", help="where the results go")
+    o = p.parse_args(argv)
+    o.shapes = [Shape.parse(text) for text in o.shapes]
+    if o.small and (o.random or o.draft or o.layers):
+        raise Refused("--small: the demo pair has its own sizes; supported: without --random, --draft and --layers")
+    results.writable(o.json)
+    return o
+
+
+def load(o) -> tuple[Engine, Recorder]:
+    """The pair on a table that notes calls."""
+    cuda = torch.cuda.is_available() if o.device is None else o.device.startswith("cuda")
+    o.target = None
+    if o.small or (o.random is None and not cuda):
+        o.target, o.draft = str(DEMO / "target"), str(DEMO / "draft")
+    elif o.random is None:
+        o.random, o.draft, o.layers = MODEL, o.draft or DRAFT, o.layers or LAYERS
+    elif o.layers is None:
+        o.layers = LAYERS
+    recorder = Recorder(FUSED if cuda else REFERENCE)
+    given = {name: getattr(o, name) for name in ("random", "layers", "device", "dtype")}
+    most = o.context + 128
+    engine = Engine.load(
+        o.target, o.draft, graphs="off", max_batch=1, max_context=most, prefix_cache=False, ops=recorder.ops, **given
+    )
+    return engine, recorder
+
+
+def record(o, engine: Engine, recorder: Recorder, prompt: list[int]) -> None:
+    """One cycle of each shape, greedy and drawn, in the calls of `recorder`."""
+    ways = (
+        Sampling(max_new_tokens=3, ignore_eos=True),
+        Sampling(max_new_tokens=3, ignore_eos=True, temperature=0.7, top_k=50),
+    )
+    for shape in o.shapes if engine.drafter is not None else [PLAIN]:
+        for how in ways:
+            events = iter(engine.stream_all([prompt], [how], shape=shape, profile=Profile()))
+            next(events)  # prefilled
+            recorder.on = True
+            next(events)
+            recorder.on = False
+            events.close()
+    weight = engine.target.head.norm.weight  # the cycle norms inside other operations
+    recorder.on = True
+    for rows in sorted({shape.draft_tokens for shape in o.shapes}):
+        x = torch.randn(rows, len(weight), dtype=weight.dtype, device=weight.device)
+        recorder.ops.norm(x, weight, engine.target.head.norm.eps)
+    recorder.on = False
+
+
+def timed(operation, calls: list[Call], repeats: int, device: torch.device) -> list[float]:
+    """ms a call of each turn over all calls; on CUDA a turn is a graph, so that the host's pace does not count."""
+
+    def turn():
+        for call in calls:
+            operation(*call.args)
+
+    def restore():
+        for call in calls:
+            for tensor, before in call.kept:
+                tensor.copy_(before)
+
+    restore()
+    turn()
+    if device.type == "cuda":
+        restore()
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            turn()
+    found = []
+    for _ in range(repeats):
+        restore()
+        if device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            found.append(start.elapsed_time(end) / len(calls))
+        else:
+            began = time.perf_counter()
+            turn()
+            found.append((time.perf_counter() - began) * 1e3 / len(calls))
+    return found
+
+
+def measured(o, recorder: Recorder, device: torch.device, speed: float) -> list[Figure]:
+    """A figure for every (field, sizes) and table."""
+    tables = {"fused": FUSED, "reference": REFERENCE} if device.type == "cuda" else {"reference": REFERENCE}
+    found = []
+    for (field, sizes), calls in tqdm(sorted(recorder.calls.items()), desc="ops", unit="", disable=None, leave=False):
+        nbytes = statistics.mean(call.nbytes for call in calls)
+        note = f"{len(calls)} calls in turn, {nbytes / 1e6:.4g} MB each"
+        if device.type == "cuda" and nbytes * len(calls) < L2:
+            note += "; may lie in the L2"
+        for table, ops in tables.items():
+            ms = timed(getattr(ops, field), calls, o.repeats, device)
+            floor = nbytes / speed * 1e3 or None
+            found.append(Figure.of(f"{field}.{sizes}.{table}", "ms", ms, floor=floor, note=note))
+    return found
+
+
+def run(o, command: str) -> list[Figure]:
+    """Measure and keep."""
+    engine, recorder = load(o)
+    device = engine.parts.device
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    prompt = random_prompt(o.context, engine.target.head.vocabulary)
+    record(o, engine, recorder, prompt)
+    read = bandwidth.read_bandwidth(device)
+    figures = [Figure.of("read_bandwidth", "TB/s", [x / 1e12 for x in read])]
+    figures += measured(o, recorder, device, results.quantile(read, 0.5))
+    absent = {f.name for f in dataclasses.fields(Ops)} - {field for field, _ in recorder.calls}
+    tables = "fused beside reference" if device.type == "cuda" else "reference alone: no GPU here"
+    print(f"sizes of {o.random or 'the demo pair'}; {tables}")
+    if absent:
+        print(f"not called by these shapes: {', '.join(sorted(absent))}")
+    if o.json:
+        load_ = stages.workload(o, engine, "random ids", [prompt], 3)
+        results.write(o.json, results.document(command, stages.environment(engine), load_, figures))
+    return figures
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        figures = run(parse(argv), shlex.join(["python", "-m", "bench.ops", *argv]))
+    except Refused as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(figure.line() for figure in figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

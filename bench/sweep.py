@@ -1,0 +1,251 @@
+"""`python -m bench.sweep`: which shape is fastest on real prompts, beside plain decoding in the same process.
+
+Plain decoding and all shapes take turns prompt by prompt, so that drift favours none; a stamped run of each a round
+makes the cost table behind the predictions. Exit codes: 0; 2 for what is refused, a baseline of other settings too.
+"""
+
+import argparse
+import itertools
+import shlex
+import sys
+from dataclasses import dataclass, field
+
+import torch
+from tqdm import tqdm
+
+from engine import Engine
+from engine.options import DEMO, Parser, least, number
+from engine.report import Acceptance
+from engine.shape import PLAIN, Shape
+from weights.config import Refused
+
+from . import reading, results, stages
+from .oracle import Oracle, rates_of
+from .results import Figure
+from .texts import several
+from .verdict import SYNTHETIC, against, best, costs, figures, recommendation, table_lines
+
+GRID = "1-1-2 2-1-3 3-1-4 5-1-6 7-1-8 2-2-5 3-2-7 3-4-8 4-4-16"
+
+
+def parser() -> Parser:
+    """Options."""
+    p = Parser(prog="python -m bench.sweep", allow_abbrev=False, description=__doc__)
+    add = p.add_argument
+    add("--target", metavar="DIR|HUB_ID", help="default: the demo pair")
+    add("--draft", metavar="DIR|HUB_ID|random:NAME", help="default: the demo draft with the demo target")
+    add("--random", metavar="NAME|FILE", help="random weights of this architecture in place of --target")
+    add("--layers", type=least(1), metavar="N", help="with --random: as many layers")
+    add("--capture-layers", metavar="boundary:A,B,C|output:A,B,C", help="overrides the draft's config")
+    add("--grid", nargs="+", metavar="S-K-D", help=f"shapes; default {GRID}")
+    add(
+        "--steps",
+        nargs="+",
+        type=least(1),
+        metavar="S",
+        help="with --topk and --draft-tokens: all shapes of the product",
+    )
+    add("--topk", nargs="+", type=least(1), metavar="K")
+    add("--draft-tokens", nargs="+", type=least(2), metavar="D")
+    add("--prompts", metavar="FILE", help="*.jsonl: prompt | token_ids | messages; default: the demo's, or random ids")
+    add("--count", type=least(1), default=5, metavar="N", help="the first N prompts; default %(default)s")
+    add("--context", type=least(2), default=512, metavar="N", help="most tokens of a prompt; default %(default)s")
+    add("--new-tokens", type=least(4), default=48, metavar="N", help="for each prompt; default %(default)s")
+    add("--rounds", type=least(1), default=3, metavar="N", help="default %(default)s")
+    add(
+        "--accept-length", type=number, metavar="X", help="SYNTHETIC: every shape keeps X tokens a cycle, bonus counted"
+    )
+    add(
+        "--accept-rates", nargs="+", type=number, metavar="R", help="SYNTHETIC: share of cycles that keep token 1, 2, …"
+    )
+    add("--baseline", metavar="FILE", help="compare with a kept sweep; refused where its settings differ")
+    add("--device", metavar="cpu|cuda|cuda:N")
+    add("--dtype", metavar="float32|float16|bfloat16")
+    add("--graphs", choices=("auto", "required", "off"), default="auto", help="CUDA graphs; default %(default)s")
+    add("--json", metavar="FILE", help="where the results go")
+    return p
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Options as given. Raises Refused."""
+    o, unknown = parser().parse_known_args(argv)
+    if unknown:
+        raise Refused(f"{unknown[0]}: there is no such option; --help lists all")
+    if o.target and o.random:
+        raise Refused("--random: it takes the place of --target; supported: one of them")
+    if not o.random and not o.target:
+        o.target, o.draft = str(DEMO / "target"), o.draft or str(DEMO / "draft")
+    if o.draft in (None, "none"):
+        raise Refused("--draft: a sweep needs one; supported: DIR, HUB_ID, random:NAME")
+    if o.accept_length is not None and o.accept_rates is not None:
+        raise Refused("--accept-rates: --accept-length says it already; supported: one of them")
+    rates = o.accept_rates or []
+    if any(not 0 <= r <= 1 for r in rates) or any(b > a for a, b in itertools.pairwise(rates)):
+        raise Refused(f"--accept-rates {' '.join(f'{r:g}' for r in rates)}: supported: shares from 1 to 0, not rising")
+    o.shapes, o.left_out = grid(o)
+    results.writable(o.json)
+    return o
+
+
+def grid(o) -> tuple[list[Shape], list[str]]:
+    """The shapes asked for, and why others cannot be. Raises Refused where none can."""
+    axes = (o.steps, o.topk, o.draft_tokens)
+    if any(axes) and (o.grid or not all(axes)):
+        raise Refused("--steps, --topk, --draft-tokens: supported: all three, without --grid")
+    words = ["-".join(map(str, s)) for s in itertools.product(*axes)] if all(axes) else o.grid or GRID.split()
+    shapes, left_out = [], []
+    for word in words:
+        try:
+            shape = Shape.parse(word)
+            if shape == PLAIN:
+                raise Refused(f"shape {PLAIN}: plain decoding is always measured")
+            if o.accept_length is not None:
+                rates_of(o.accept_length, shape.path - 1)
+        except Refused as error:
+            left_out.append(str(error))
+            continue
+        if shape not in shapes:
+            shapes.append(shape)
+    if not shapes:
+        raise Refused(f"--grid: no valid shape among {len(words)}; the first: {left_out[0]}")
+    return shapes, left_out
+
+
+@dataclass
+class Taken:
+    """What one shape did: tokens, cycles and seconds of each round; acceptance; ids of each prompt by round."""
+
+    tokens: list[int] = field(default_factory=list)
+    cycles: list[int] = field(default_factory=list)
+    ms: list[float] = field(default_factory=list)
+    acceptance: Acceptance = Acceptance()
+    same: bool = True
+
+    @property
+    def speed(self) -> list[float]:
+        """Tokens/s of each round."""
+        return [1e3 * tokens / ms for tokens, ms in zip(self.tokens, self.ms, strict=True)]
+
+    @property
+    def cycle(self) -> list[float]:
+        """ms a cycle of each round, host and idle gaps counted."""
+        return [ms / cycles for ms, cycles in zip(self.ms, self.cycles, strict=True)]
+
+    def add(self, result, plain: list[int]) -> None:
+        """Take one request of the round begun last."""
+        self.tokens[-1] += len(result.token_ids) - 1
+        self.cycles[-1] += len(result.cycles)
+        self.ms[-1] += result.decode_ms
+        self.acceptance += Acceptance.of(result.cycles)
+        self.same = self.same and result.token_ids == plain
+
+
+def rounds(o, engine: Engine, prompts: list[list[int]], oracle: Oracle | None, bar) -> tuple[dict, stages.Timed]:
+    """Decode every prompt with every shape, `o.rounds` times; each round and prompt begins with another shape.
+
+    Returns:
+        {Shape: Taken} of runs without stamps, and stage times of one stamped prompt a round.
+    """
+    shapes, timed = [PLAIN, *o.shapes], stages.Timed()
+    stages.warm(engine, prompts[0], shapes)
+    taken, how = {shape: Taken() for shape in shapes}, stages.sampling(o.new_tokens)
+    plain = [engine.generate(prompt, how, shape=PLAIN).token_ids for prompt in prompts]
+    for turn in range(o.rounds):
+        for one in taken.values():
+            one.tokens.append(0), one.cycles.append(0), one.ms.append(0.0)
+        for at, prompt in enumerate(prompts):
+            first = (turn * len(prompts) + at) % len(shapes)
+            for shape in shapes[first:] + shapes[:first]:
+                aim(o, oracle, shape, [*prompt, *plain[at]])
+                taken[shape].add(engine.generate(prompt, how, shape=shape), plain[at])
+                bar.update(1)
+                if at == turn % len(prompts):
+                    stages.stamped(engine, prompt, o.new_tokens, [shape], 1, bar, timed)
+    return taken, timed
+
+
+def aim(o, oracle: Oracle | None, shape: Shape, text: list[int]) -> None:
+    """Make an oracle right as often as asked."""
+    if oracle is not None and shape != PLAIN:
+        oracle.seat(text)
+        oracle.aim(o.accept_rates or rates_of(o.accept_length, shape.path - 1))
+
+
+def synthetic(o) -> bool:
+    """Whether acceptance is made up."""
+    return o.accept_length is not None or o.accept_rates is not None
+
+
+def run(o, command: str) -> list[str]:
+    """Measure, keep, and say what came out."""
+    stored = None if o.baseline is None else reading.read(o.baseline)
+    names = ("random", "layers", "device", "dtype", "capture_layers", "graphs")
+    given = {name: getattr(o, name) for name in names}
+    engine = Engine.load(o.target, o.draft, max_batch=1, prefix_cache=False, **given)
+    parts = engine.parts
+    if parts.device.type == "cpu":
+        torch.set_num_threads(1)
+    prompts = several(o, engine, o.count, o.context)
+    longest = max(map(len, prompts))
+    if longest + o.new_tokens > parts.max_context:
+        most = f"the context holds {parts.max_context}"
+        raise Refused(f"--new-tokens {o.new_tokens}: behind {longest} prompt tokens; {most}")
+    routing = "random ids" if o.prompts is None and parts.text is None else "text"
+    if o.accept_length is not None:
+        routing += f"; {SYNTHETIC}, {o.accept_length:g} tokens a cycle"
+    elif o.accept_rates is not None:
+        routing += f"; {SYNTHETIC}, by position {' '.join(f'{r:g}' for r in o.accept_rates)}"
+    load = stages.workload(o, engine, routing, prompts, o.new_tokens)
+    settings = {"environment": stages.environment(engine), "workload": vars(load)}
+    if stored is not None:
+        reading.comparable(settings, stored, o.baseline)
+    oracle = None
+    if synthetic(o):
+        length = parts.max_context
+        engine.drafter = oracle = Oracle(engine.drafter, [], parts.target.head.vocabulary, length, parts.device)
+    usable(o, engine)
+    shapes = [PLAIN, *o.shapes]
+    with tqdm(
+        total=len(shapes) * o.rounds * (1 + len(prompts)), desc="sweep", unit="", disable=None, leave=False
+    ) as bar:
+        taken, timed = rounds(o, engine, prompts, oracle, bar)
+    label = f"{SYNTHETIC}; " if synthetic(o) else ""
+    found = {f.name: f for f in figures(taken, costs(timed, o.shapes), timed, label)}
+    advice = recommendation(found)
+    if o.json:
+        head = Figure.of("load", "ms", parts.load_ms), Figure.of("recommended", "times plain", best(found), note=advice)
+        results.write(o.json, results.document(command, settings["environment"], load, [*head, *found.values()]))
+    lines = [f"left out: {why}" for why in o.left_out] + [
+        f"{len(prompts)} prompts; {routing}",
+        *table_lines(o.shapes, found),
+    ]
+    return lines + ([] if stored is None else against(stored, found, o.baseline)) + [advice]
+
+
+def usable(o, engine: Engine) -> None:
+    """Capture every shape; leave out those that this pair cannot run. Raises Refused where none is left."""
+    for shape in list(o.shapes):
+        try:
+            engine.prepare(shape)
+        except Refused as error:
+            o.shapes.remove(shape)
+            o.left_out.append(str(error))
+    if not o.shapes:
+        raise Refused(f"--grid: no valid shape for this pair; the last: {o.left_out[-1]}")
+    engine.prepare(PLAIN)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        lines = run(parse(argv), shlex.join(["python", "-m", "bench.sweep", *argv]))
+    except Refused as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""What `bench.verify_vs_draft` and `bench.sweep` measure, on the demo pair: clocks, experts, acceptance, refusals."""
+
+import json
+
+import pytest
+import torch
+
+from bench import reading, stages, sweep, verdict, verify_vs_draft
+from bench.oracle import Delayed, Oracle, rates_of
+from bench.results import Figure
+from bench.spin import DelayedTarget, Spin
+from engine import Engine, Shape
+from engine.options import DEMO
+from engine.profile import Profile
+from engine.shape import PLAIN
+from weights.config import Refused
+
+CHAIN, TREE = Shape(3, 1, 4), Shape(4, 4, 16)
+PROMPT = list(range(40, 72))
+
+
+class Bar:
+    def update(self, n):
+        pass
+
+
+@pytest.fixture
+def engine():
+    pair = str(DEMO / "target"), str(DEMO / "draft")
+    return Engine.load(*pair, device="cpu", max_batch=1, max_context=256, prefix_cache=False)
+
+
+def medians(engine):
+    profile = Profile()
+    engine.generate(PROMPT, stages.sampling(16), shape=CHAIN, profile=profile)
+    return profile.medians()
+
+
+@pytest.mark.parametrize("stage", ["verify", "draft"])
+def test_a_delay_is_booked_where_it_was_put(stage, engine):
+    """Fault B52. A delay far above this machine's noise; bench.verify_vs_draft --inject-spin measures small ones.
+
+    Mutants: stamps one stage late; draft and verify swapped; the gap counted into a stage; prompts delayed too."""
+    before, spin = medians(engine), Spin(60.0, engine.parts.device)
+    if stage == "verify":
+        engine.parts.target = DelayedTarget(engine.parts.target, spin)
+        engine.programs.cycles.clear()
+    else:
+        engine.drafter = Delayed(engine.drafter, spin)
+    after = medians(engine)
+    rise = {name: after[name] - before[name] for name in before}
+    assert rise[stage] > 45
+    assert all(abs(rise[name]) < 40 for name in ("draft", "verify", "accept", "commit", "gap") if name != stage), rise
+    assert sum(after[s] for s in ("draft", "verify", "accept", "commit")) == pytest.approx(after["cycle"], rel=0.1)
+
+
+def test_a_delay_of_the_target_is_not_for_prompts(engine):
+    """Mutant: every pass spins."""
+    calls = []
+    engine.parts.target = DelayedTarget(engine.parts.target, lambda: calls.append(1))
+    result = engine.generate(PROMPT, stages.sampling(6), shape=PLAIN)
+    assert len(calls) == len(result.cycles) == 5
+
+
+def test_experts_are_counted_and_nothing_else_changes(engine):
+    """Rows that all hold the root's token read few experts, random rows many; a single row reads its own four.
+
+    Mutants: experts of one layer counted for all; a prompt's passes counted; ids counted more than once."""
+    target, found = engine.target, {}
+    ids = engine.generate(PROMPT, stages.sampling(12), shape=TREE).token_ids
+    for routing in ("text", "independent", "repeated"):
+        engine.drafter = engine.parts.drafter if routing == "text" else engine.drafter
+        o = verify_vs_draft.parse(["--routing", routing])
+        real = engine.drafter
+        verify_vs_draft.route(o, engine, PROMPT, 12)
+        counts = stages.routed(engine, target, PROMPT, 12, [PLAIN, TREE], Bar())
+        assert counts[PLAIN] == [4.0] * 7 and len(counts[TREE]) == 7
+        found[routing] = sum(counts[TREE]) / 7
+        engine.drafter = real
+    assert found["repeated"] + 2 < found["text"] <= found["independent"] <= 16, found
+    assert engine.generate(PROMPT, stages.sampling(12), shape=TREE).token_ids == ids
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=str)
+def test_synthetic_acceptance_is_what_was_asked_for(shape, engine):
+    """Mutants: conditional rates taken for shares of cycles; decoys that are right; the branch's depth off by one."""
+    engine.drafter = oracle = Oracle(None, [], 6144, 256, engine.parts.device)
+    text = engine.generate(PROMPT, stages.sampling(64), shape=PLAIN).token_ids
+    for length, tokens in ((1.0, 16), (2.2, 64), (shape.path, 24)):
+        oracle.seat([*PROMPT, *text])
+        oracle.aim(rates_of(length, shape.path - 1))
+        result = engine.generate(PROMPT, stages.sampling(tokens), shape=shape)
+        emitted = [n for n, _, _ in result.cycles[:-1]]  # the cap may cut the last
+        assert result.token_ids == text[:tokens]
+        assert sum(emitted) / len(emitted) == pytest.approx(length, abs=0.0 if length in (1.0, shape.path) else 0.35)
+
+
+def test_rates_of_a_length():
+    """Mutant: the bonus token not counted."""
+    assert sum(rates_of(2.1, 3)) + 1 == pytest.approx(2.1) and rates_of(1, 3) == pytest.approx([0] * 3, abs=1e-9)
+    with pytest.raises(Refused, match="emit 1 to 4"):
+        rates_of(4.2, 3)
+
+
+FEW = ["--count", "1", "--rounds", "1", "--new-tokens", "12", "--context", "24", "--device", "cpu"]
+
+
+def test_a_draft_that_is_always_wrong_loses(tmp_path, capsys):
+    """Fault B52 (c), and a comparison with a kept run. Mutants: the speed-up of the best round; synthetic unlabelled;
+    a stored run of other prompts compared."""
+    path = str(tmp_path / "run.json")
+    words = [*FEW, "--grid", "7-1-8", "--accept-length", "1"]
+    assert sweep.main([*words, "--json", path]) == 0
+    assert "recommended: plain decoding" in capsys.readouterr().out
+    run = reading.read(path)
+    assert reading.value(run, "speedup.7-1-8") < 1 and reading.value(run, "accept_length.7-1-8") == 1
+    assert reading.value(run, "identical.7-1-8") == 1 and reading.value(run, "accept_rate.7-1-8.1") == 0
+    assert "SYNTHETIC" in run["workload"]["routing"]
+    labelled = [f for f in run["figures"] if f["name"].startswith(("tokens_per_s", "speedup", "accept_", "recomm"))]
+    assert all("SYNTHETIC" in f["note"] for f in labelled if f["name"] != "tokens_per_second.0-1-1")
+    assert sweep.main([*words, "--context", "20", "--baseline", path]) == 2
+    error = capsys.readouterr().err
+    assert "not comparable" in error and "prompts_hash" in error and error.count("\n") == 1
+    assert sweep.main([*words, "--baseline", path]) == 0
+    assert f"tokens/s in {path}" in capsys.readouterr().out
+
+
+def gains(**repeats):
+    return {f"speedup.{k}": Figure.of(f"speedup.{k}", "times plain", v) for k, v in repeats.items()}
+
+
+def test_the_recommendation_knows_its_spread():
+    """Mutants: the best median whatever its rounds; plain decoding never recommended."""
+    assert "recommended: a at 1.20" in verdict.recommendation(gains(a=[1.19, 1.2, 1.21], b=[1.0, 1.1, 1.15]))
+    assert "overlap" in verdict.recommendation(gains(a=[1.1, 1.2, 1.3], b=[1.0, 1.1, 1.15]))
+    assert "not" not in verdict.recommendation(gains(a=[1.2]))
+    assert "plain decoding: no shape is ahead in every" in verdict.recommendation(gains(a=[0.9, 1.2, 1.3]))
+    assert "plain decoding: no shape is faster" in verdict.recommendation(gains(a=[0.9, 0.8], b=[0.7]))
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--grid", "3-1-9", "2-1-9"], "no valid shape among 2"),
+        (["--steps", "2", "--topk", "1", "--draft-tokens", "8"], "no valid shape"),
+        (["--steps", "2"], "all three"),
+        (["--grid", "2-1-3", "--accept-length", "3.5"], "emit 1 to 3"),
+        (["--accept-rates", "0.5", "0.7"], "not rising"),
+        (["--prompts", "EMPTY"], "EMPTY: it is empty"),
+        (["--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl"),
+        (["--baseline", "nowhere.json"], "nowhere.json"),
+        (["--draft", "none"], "--draft"),
+        (["--fast"], "--fast"),
+    ],
+)
+def test_what_a_sweep_refuses(argv, said, tmp_path, capsys):
+    """One line, exit code 2, before anything is timed."""
+    (tmp_path / "EMPTY").write_text("\n")
+    argv = [str(tmp_path / word) if word == "EMPTY" else word for word in argv]
+    assert sweep.main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and said in error
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--shapes", "0-1-1"], "0-1-1"),
+        (["--rows", "65"], "--rows 65"),
+        (["--routing", "best"], "routing"),
+        (["--inject-spin", "-1"], "--inject-spin"),
+        (["--target", "a", "--random", "b"], "--random"),
+        (["--random", "qwen3-30b-a3b", "--inject-spin", "5", "--inject-stage", "draft"], "--inject-stage draft"),
+    ],
+)
+def test_what_verify_vs_draft_refuses(argv, said, capsys):
+    """One line, exit code 2, before anything is loaded."""
+    assert verify_vs_draft.main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and said in error
+
+
+def test_verify_vs_draft_measures_what_it_says(tmp_path, capsys):
+    """Mutant: a figure left out of the document, or named otherwise; a floor from another pass."""
+    path = tmp_path / "run.json"
+    argv = ["--rows", "1", "2", "4", "--shapes", "4-4-16", "--rounds", "1", "--repeats", "2", "--tokens", "12"]
+    assert verify_vs_draft.main([*argv, "--context", "24", "--device", "cpu", "--json", str(path)]) == 0
+    run = reading.read(str(path))
+    figures = {figure["name"]: figure for figure in run["figures"]}
+    stage = {f"{s}.4-4-16" for s in ("verify", "draft", "accept", "commit", "cycle", "gap", "break_even")}
+    whole = {"plain", "gap", "verify.1", "verify.2", "verify.4", "read_bandwidth", "prefill.24", "draft_step"}
+    assert stage | whole | {"alone.verify.4-4-16", "alone.draft.3-1-4", "verify_fit.a"} <= set(figures)
+    assert figures["verify.1"]["experts"] == 4 < figures["verify.2"]["experts"] < figures["verify.4"]["experts"] < 16
+    nbytes = [figures[f"verify_bytes.{n}"]["value"] for n in (1, 2, 4)]
+    assert nbytes == sorted(nbytes) and 15 < nbytes[0] < 40  # MB; of 8.5 million parameters
+    speed = figures["read_bandwidth"]["value"]
+    assert figures["verify.2"]["floor"] == pytest.approx(nbytes[1] / speed * 1e-3)
+    assert "text" in run["workload"]["routing"] and run["environment"]["graphs"].startswith("CUDA graphs need")
+    assert torch.get_num_threads() == 1 and json.dumps(run)
+    assert "break_even.4-4-16" in capsys.readouterr().out

@@ -1,0 +1,479 @@
+"""Sampling: what is drawn has the target's filtered distribution whatever the draft says (law 2), and depends on the
+request's seed, index and positions alone (B19, B20, B22, B23, B42)."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_cycle import NoHost
+from test_tp import free_port
+from torch._subclasses.fake_tensor import FakeTensorMode
+from toys import NEXT, V, follow, pair
+
+from engine import Refused, Sampling, Shape, loading
+from engine.buffers import State, Tree
+from engine.cache import Cache
+from engine.cycle import Cycle
+from engine.rules import Filtered, Greedy, Sampled, rule_of
+from engine.tp import TP
+from kernels import REFERENCE, philox, sampling
+from weights.capture import boundaries
+
+PLAIN, SHORT, CHAIN, TREE = Shape(0, 1, 1), Shape(1, 1, 2), Shape(3, 1, 4), Shape(3, 3, 9)
+SHAPES = [PLAIN, CHAIN, TREE]
+COIN = {3: 0.31, 9: 0.27, 17: 0.18, 28: 0.12, 40: 0.08, 63: 0.04}  # id: probability
+FACES = list(COIN)
+N, LINE = 20_000, 0.02  # tokens drawn, total variation allowed: honest draws stay below 0.0096 in 99 of 100 runs
+ROWS = 250  # requests at once
+PROMPT = [9, 8, 7, 40, 2, 5, 33]
+
+
+def filtered(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """{id: probability} of {id: logit}, one token at a time, in the documented order."""
+    weight = {i: math.exp((x - max(logits.values())) / temperature) for i, x in logits.items()}
+    order = sorted(weight, key=lambda i: (-weight[i], i))
+    order = order[: top_k or None]
+    total, sofar, kept = sum(weight[i] for i in order), 0.0, []
+    for i in order:
+        if (top_p == 1 or sofar < top_p * total) and weight[i] >= min_p * weight[order[0]]:
+            kept.append(i)
+        sofar += weight[i]
+    whole = sum(weight[i] for i in kept)
+    return {i: weight[i] / whole for i in kept}
+
+
+def variation(ids, expected):
+    """Total variation between the ids drawn and {id: probability}."""
+    return 0.5 * sum(abs(ids.count(i) / len(ids) - expected.get(i, 0)) for i in set(ids) | set(expected))
+
+
+class Always:
+    """A drafter without distribution: proposes one token over and over, in a chain or as every other child."""
+
+    cache_rows = None
+
+    def __init__(self, token):
+        self.token = token
+
+    def extend(self, batch, features, cache):
+        """Keeps nothing."""
+
+    def propose(self, state, tree, cache):
+        """Writes tokens and parents, and no tree.q."""
+        node = torch.arange(tree.shape.draft_tokens)
+        wide = node * 0 if tree.shape.topk > 1 else (node - 1).clamp(min=0)
+        tree.tokens.copy_(((self.token + node * (tree.shape.topk > 1)) % V).expand_as(tree.tokens))
+        tree.tokens[:, 0] = state.root
+        tree.parents.copy_(wide.expand_as(tree.parents))
+
+
+def rows(engine, count, how, shape, **sampling):
+    """`count` tokens in ROWS requests; the lists of ids."""
+    each = Sampling(max_new_tokens=-(-count // ROWS), **how, **sampling)
+    return [r.token_ids for r in engine.generate([[5]] * ROWS, each, shape=shape)]
+
+
+@pytest.fixture(scope="module")
+def coin(toys):
+    """COIN target; FIXED head over five faces and an id that is none: its q changes with the token.
+
+    Attention and experts, which add nothing to a COIN, are left out for speed.
+    """
+
+    def nothing(q, *rest):
+        return torch.zeros_like(q).flatten(1)
+
+    ops = replace(REFERENCE, attention=nothing, experts=lambda x, *rest: rest[-1])
+    target = toys.coin([COIN.get(i, 0) for i in range(V)])
+    return pair(target, toys.fixed_draft((3, 9, 17, 28, 40, 50)), max_batch=ROWS, max_context=128, ops=ops)
+
+
+# ------------------------------------------------------------------ numbers
+def test_philox_known_answers():
+    """The three published vectors. Mutants: nine rounds, words in another order, 31 bits of a product."""
+    ones = 0xFFFFFFFF
+    pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0)
+    for (*counter, low, high), words in (
+        ((0,) * 6, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((ones,) * 6, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (pi, (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+    ):
+        key = high << 32 | low
+        key = torch.tensor([key - (1 << 64) if key >> 63 else key])
+        got = philox.philox(key, *(torch.tensor([c]) for c in counter))
+        assert tuple(int(w) for w in got) == words
+
+
+def test_uniform_numbers():
+    """In [0, 1), even, and another for each key, position (2^32 apart too) and purpose; alone or in a batch the same.
+    Mutants: the purpose left out; the high half of the position left out; a number of 1."""
+    keys, at = torch.tensor([7, -7]), torch.arange(20_000).repeat(2, 1)
+    found = [philox.uniform(keys, at, purpose) for purpose in range(3)] + [philox.uniform(keys, at + (1 << 32), 0)]
+    whole = torch.stack(found)
+    assert whole.min() >= 0 and whole.max() < 1
+    assert (whole.mean(-1) - 0.5).abs().max() < 0.01 and (whole.var(-1) - 1 / 12).abs().max() < 0.003
+    flat = whole.view(8, -1)
+    assert (torch.corrcoef(flat) - torch.eye(8)).abs().max() < 0.04
+    assert (torch.corrcoef(torch.stack([flat[0, 1:], flat[0, :-1]]))[0, 1]).abs() < 0.04
+    assert torch.equal(philox.uniform(keys[1:], at[1:, 55:57], 2), found[2][1:, 55:57])
+    assert torch.equal((whole * 2**24).frac(), torch.zeros_like(whole))
+
+
+# ------------------------------------------------------------------ filters and the draw
+def test_filters_by_hand():
+    """600 rows with many ties, all filters at once. Mutants: ties cut by the highest id; the token that completes top-p
+    left out; top-p over the whole row; min-p against the sum; filters before the temperature."""
+    make = torch.Generator().manual_seed(3)
+
+    def pick(*values):
+        return torch.tensor(values)[torch.randint(len(values), (600,), generator=make)]
+
+    logits = torch.randint(-4, 5, (600, 24), generator=make) * 0.7
+    settings = [
+        pick(0.3, 1.0, 2.5),
+        pick(0, 1, 2, 5, 23, 24, 99),
+        pick(1.0, 1e-6, 0.333, 0.613, 0.957),
+        pick(0.0, 0.049, 0.31, 1.0),
+    ]
+    p = sampling.soften(logits, settings[0], sampling.cutoff(logits, *settings))
+    for row in range(600):
+        t, k, share, least = (x[row].item() for x in settings)
+        want = filtered(dict(enumerate(logits[row].tolist())), t, int(k), share, least)
+        assert set(p[row].nonzero()[:, 0].tolist()) == set(want), row
+        torch.testing.assert_close(p[row][list(want)], torch.tensor(list(want.values())), atol=1e-6, rtol=1e-5)
+    assert torch.equal(sampling.soften(logits, settings[0]), sampling.soften(logits, settings[0], None))
+
+
+def test_draw_stays_inside_the_support():
+    """Numbers at both ends and at every border. Mutants: cumulative >= u, which draws an id of probability 0 at u = 0;
+    the last id of all, not the last possible, where rounding leaves u above the sum."""
+    p = torch.zeros(9, 50)
+    p[:, [4, 11, 30]] = torch.tensor([0.25, 0.5, 0.25 - 1e-6])
+    u = torch.tensor([0.0, 0.1, 0.25 - 1e-6, 0.2501, 0.5, 0.7499, 0.7501, 0.9, 1 - 2.0**-24])
+    assert sampling.draw(p, u).tolist() == [4, 4, 4, 11, 11, 11, 30, 30, 30]
+
+
+def test_a_coin_of_zero_keeps_no_probability_of_zero():
+    """Drafted token with p = 0, p < q, p > q; nothing drafted (q of zeros, or token -1). Mutants: coin <= ratio; a
+    token without a distribution taken for certain; the residual not cut at 0."""
+    p = torch.tensor([[0.0, 0.25, 0.75]]).repeat(6, 1)
+    q = torch.tensor([[0.5, 0.5, 0.0]] * 3 + [[0.0, 0.0, 0.0]] * 2 + [[0.5, 0.5, 0.0]])
+    tokens, coins = torch.tensor([0, 1, 1, 1, -1, 1]), torch.tensor([0.0, 0.49, 0.51, 0.0, 0.0, 0.0])
+    u = torch.tensor([0.0, 0.9, 0.0, 0.0, 0.3, 0.99])
+    assert sampling.draw(p, u, q, tokens, coins).tolist() == [2, 1, 2, 1, 2, 1]
+
+
+SETTINGS = [
+    dict(temperature=1.0),
+    dict(temperature=0.5),
+    dict(temperature=2.0, top_k=2),
+    dict(temperature=1.0, top_p=0.6),
+    dict(temperature=2.0, top_p=0.9, min_p=0.55),
+]
+
+
+@pytest.mark.parametrize(
+    "shape, draft, settings",
+    [
+        (PLAIN, None, SETTINGS[:1]),
+        (SHORT, None, SETTINGS[1:3]),
+        (CHAIN, None, SETTINGS),
+        (TREE, None, SETTINGS[::2]),
+        (CHAIN, 63, SETTINGS[2:4]),
+        (TREE, 38, SETTINGS[3:]),
+    ],
+)
+def test_the_distribution(coin, shape, draft, settings):
+    """20,000 draws each within 0.02, excluded tokens never; soft drafts that propose an impossible token too, and a
+    drafter that always proposes the least likely one. Mutants: the argmax verified; unfiltered p compared; q's number
+    used again for the coin; the residual from p alone; q not scaled by the temperature; every draft kept."""
+    real = coin.drafter
+    coin.drafter = real if draft is None else Always(draft)
+    try:
+        for how in settings:
+            expected = filtered({i: math.log(p) for i, p in COIN.items()}, **how)
+            ids = sum(rows(coin, N, how, shape), [])
+            assert set(ids) == set(expected), how
+            assert len(ids) == N and variation(ids, expected) < LINE, how
+    finally:
+        coin.drafter = real
+
+
+@pytest.fixture(scope="module")
+def chances():
+    """Rows of a transition matrix over four of the tokens."""
+    return torch.tensor([[0.7, 0.12, 0.1, 0.08], [0.04, 0.06, 0.8, 0.1], [0.34, 0.3, 0.12, 0.24], [0.6, 0.0, 0.4, 0.0]])
+
+
+def transitions(toys, base, states, chances, vocabulary=None):
+    """A MAP target or head whose next token follows `chances`; tokens elsewhere go to any state."""
+
+    def change(config, tensors):
+        table = torch.full((V, V), -1e4)
+        table[:, states] = chances.mean(0).log()
+        table[states, :] = -1e4
+        for state, row in zip(states, chances, strict=True):
+            table[state, states] = row.log().clamp(min=-1e4)
+        tensors["lm_head.weight"] = table.T[list(range(V) if vocabulary is None else vocabulary)] / 8
+
+    return toys.altered(base, change)
+
+
+@pytest.mark.parametrize("shape, other", [(PLAIN, 0), (SHORT, 1), (CHAIN, 2), (TREE, 1)])
+def test_adjacent_pairs(toys, chances, shape, other):
+    """The next token's distribution after each token, drafted by a head that believes in another matrix. Mutants: the
+    same number for all positions of a cycle; p of the row before; the residual drawn by a number already looked at."""
+    states = [7, 19, 33, 60]
+    target = transitions(toys, toys.map(), states, chances)
+    draft = transitions(toys, toys.map_draft(), states, chances.roll(other, 0).clamp(min=0.02))
+    engine = pair(target, draft, max_batch=ROWS, max_context=128)
+    found = rows(engine, N + ROWS, dict(temperature=1.0), shape)
+    seen = [both for ids in found for both in pairwise(ids)]
+    firsts = [a for a, _ in seen]
+    want = {
+        (a, b): firsts.count(a) / len(seen) * float(chances[i, j])
+        for i, a in enumerate(states)
+        for j, b in enumerate(states)
+        if chances[i, j]
+    }
+    assert set(seen) <= set(want) and len(seen) >= N and variation(seen, want) < LINE
+
+
+@pytest.mark.parametrize("how", [dict(temperature=1.0), dict(temperature=0.4), dict(temperature=1.5, top_k=3)], ids=str)
+@pytest.mark.parametrize("ids", [None, (60, 33, 19, 7)])
+def test_a_draft_that_knows_is_always_kept(toys, chances, how, ids):
+    """The head's distribution is the target's own, so p / q is near 1. Mutants: another temperature or filter for q; q
+    not moved into the target's ids; q of another row; a coin above 1."""
+    states, vocabulary, chances = [7, 19, 33, 60], None if ids is None else list(ids), chances.clamp(min=0.02)
+    target = transitions(toys, toys.map(), states, chances)
+    draft = transitions(toys, toys.map_draft(ids=ids), states, chances, vocabulary)
+    engine = pair(target, draft, max_batch=8)
+    results = engine.generate([[7]] * 8, Sampling(max_new_tokens=81, **how), shape=CHAIN)
+    rates = [r.stats["accept_rate"] for r in results]
+    assert sum(rates) / len(rates) > 0.99
+
+
+def test_the_accept_rate_is_the_overlap(toys):
+    """One draft of two faces at even odds: kept with the sum of min(p, q). Mutants: min(1, p) for min(1, p / q)."""
+    target = toys.coin([COIN.get(i, 0) for i in range(V)])
+
+    def flat(config, tensors):
+        tensors["lm_head.weight"].zero_()
+
+    engine = pair(target, toys.altered(toys.fixed_draft((9, 40)), flat), max_batch=ROWS)
+    results = engine.generate([[5]] * ROWS, Sampling(max_new_tokens=30, temperature=1.0), shape=SHORT)
+    cycles = [cycle for r in results for cycle in r.cycles]
+    kept = sum(matched for _, matched, _ in cycles) / len(cycles)
+    assert abs(kept - (COIN[9] + COIN[40])) < 0.02
+
+
+# ------------------------------------------------------------------ greedy
+@pytest.fixture(scope="module")
+def history(toys):
+    return pair(toys.history(), toys.random_draft())
+
+
+def ids_of(engine, prompts, samplings, shape):
+    return [r.token_ids for r in engine.generate(prompts, samplings, shape=shape)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_tiny_temperatures_are_greedy(history, shape):
+    """0 and 1e-9, filters on or off, alone and beside sampled rows. Mutants: a division by zero; a draw among equals;
+    a sampled neighbour that changes a greedy row."""
+    greedy = Sampling(max_new_tokens=20)
+    tiny = [Sampling(max_new_tokens=20, temperature=t, seed=5, top_k=2, top_p=0.5, min_p=0.1) for t in (0, 1e-9, 9e-6)]
+    warm = Sampling(max_new_tokens=20, temperature=1.5, top_k=9)
+    assert rule_of(tiny) == Greedy() and rule_of([*tiny, warm]) == Filtered()
+    (want,) = ids_of(history, [PROMPT], [greedy], PLAIN)
+    assert ids_of(history, [PROMPT] * 3, tiny, shape) == [want] * 3
+    mixed = ids_of(history, [PROMPT] * 4, [*tiny, warm], shape)
+    assert mixed[:3] == [want] * 3 and mixed[3] != want
+    assert ids_of(history, [PROMPT], [Sampling(max_new_tokens=20, temperature=1e-4)], shape) == [want]
+
+
+def test_equal_logits_at_tiny_temperatures(toys):
+    """All ids equally likely: the lowest. Mutant: 1e-9 as a temperature like others."""
+    engine = pair(toys.coin([1 / V] * V))
+    for temperature in (0, 1e-9):
+        assert engine.generate([5], Sampling(max_new_tokens=9, temperature=temperature)).token_ids == [0] * 9
+
+
+# ------------------------------------------------------------------ seeds
+WARM = dict(max_new_tokens=24, temperature=1.0)
+
+
+@pytest.mark.parametrize("how", [{}, dict(top_k=20, top_p=0.95)], ids=["all", "filtered"])
+def test_a_tree_draws_what_plain_decoding_draws(history, how):
+    """Same seed, same ids, whatever the tree holds. Mutants: the position of the node, not of its depth; one number a
+    cycle; a sibling's number."""
+    prompts, each = [PROMPT, PROMPT[:3], [4]], Sampling(**WARM, **how, seed=3)
+    want = ids_of(history, prompts, each, PLAIN)
+    for shape in (TREE, Shape(4, 8, 40), Shape(2, 2, 5)):
+        assert ids_of(history, prompts, each, shape) == want
+    assert len({tuple(ids) for ids in want}) == 3
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_same_seed_gives_the_same_ids(history, shape):
+    """Twice, after other requests, alone in its batch or among four, in another slot, with neighbours under other
+    settings. Mutants: a generator of the process; numbers by slot, by batch or by cycle; the index left out."""
+    four = [Sampling(**WARM, seed=11)] * 4
+    prompts = [PROMPT, [1, 2], [3], PROMPT]
+    want = ids_of(history, prompts, four, shape)
+    assert ids_of(history, prompts, four, shape) == want
+    torch.manual_seed(0)
+    ids_of(history, [[9, 9]], [Sampling(**WARM, seed=12)], shape)
+    history.options, before = loading.Options(**{**vars(history.options), "max_batch": 1}), history.options
+    try:
+        assert ids_of(history, prompts, four, shape) == want  # one after the other, all in slot 0
+    finally:
+        history.options = before
+    others = [four[0], Sampling(max_new_tokens=9, temperature=0.3, top_k=4), Sampling(max_new_tokens=3), four[3]]
+    mixed = ids_of(history, prompts, others, shape)
+    assert [mixed[0], mixed[3]] == [want[0], want[3]]
+    assert want[0] != want[3]  # one prompt, two places in the list
+    assert ids_of(history, prompts, [Sampling(**WARM, seed=12)] * 4, shape)[0] != want[0]
+
+
+def record(paths):
+    engine = pair(*paths)
+    each = [Sampling(**WARM, seed=s, top_k=k) for s, k in ((1, 0), (2, 9), (3, 0))]
+    return [ids_of(engine, [PROMPT, [1, 2], [3]], each, shape) for shape in SHAPES]
+
+
+def worker(rank, port, paths, folder):
+    torch.set_num_threads(1)
+    torch.manual_seed(rank + 100)
+    alone = record(paths)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    loading.TP = lambda: TP(rank, 2)
+    torch.save((alone, record(paths)), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_other_processes_and_ranks_draw_the_same(toys, tmp_path):
+    """Another process, alone and as one of two ranks (fp32). Mutants: Python's hash of the seed; a draw over a rank's
+    own share of the vocabulary; each rank for itself."""
+    paths = toys.history(), toys.random_draft()
+    want = record(paths)
+    torch.multiprocessing.spawn(worker, (free_port(), paths, str(tmp_path)), nprocs=2)
+    for rank in range(2):
+        assert torch.load(tmp_path / f"{rank}.pt") == (want, want)
+
+
+# ------------------------------------------------------------------ what sampling must not cost or break
+def test_settings_need_no_new_program(toys):
+    """Temperature, filters and seeds change, the programs stay; greedy sessions keep neither logits nor q. Mutants: a
+    setting in the key; every session sampled."""
+    engine = pair(toys.history(), toys.random_draft())
+
+    def programs():
+        return {key: program.tree for key, program in engine.programs.cycles.items()}
+
+    engine.generate([5], Sampling(max_new_tokens=9))
+    (tree,) = programs().values()
+    assert tree.rule == Greedy() and tree.logits is None and tree.q is None
+    for temperature in (0.5, 1.0):
+        for seed in (1, 2):
+            engine.generate([5], Sampling(max_new_tokens=9, temperature=temperature, seed=seed))
+            engine.generate([5], Sampling(max_new_tokens=9, temperature=temperature, top_k=seed, top_p=0.9))
+    engine.generate([5], Sampling(max_new_tokens=9))
+    assert [t.rule for t in programs().values()] == [Greedy(), Sampled(), Filtered()]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_no_host_in_a_sampled_cycle(history, shape):
+    """Mutants: a rejection loop; a bool mask as index; .item() anywhere."""
+    events = history.stream(PROMPT, Sampling(max_new_tokens=9, temperature=1.0, top_k=5, top_p=0.9), shape=shape)
+    next(events)
+    with NoHost():
+        history.programs.cycle(1, shape, history.drafter, detail=True, stamped=False, rule=Filtered()).run()
+    events.close()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_static_shapes(toys, shape):
+    """A sampled cycle on tensors without values."""
+    options = loading.Options(target=toys.history(), draft=toys.random_draft())
+    target, draft = loading.open_target(options), loading.open_draft(options)
+    capture, cpu = boundaries(draft.config, target.config.layers), torch.device("cpu")
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        plan = loading.Plan(target, draft, capture, 128, REFERENCE, loading.TP(), torch.float32)
+        model, _, drafter, _ = plan.build(cpu)
+        kinds = {"target": model.cache_rows, "draft": drafter.cache_rows}
+        cache = Cache(kinds, 20, 4, torch.float32, cpu)
+        state = State.allocate(3, 12, model.features, torch.float32, cpu)
+        tree = Tree.allocate(3, shape, model.features, torch.float32, cpu, V, Filtered())
+        Cycle(model, drafter, cache, state, tree, REFERENCE).run()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_draft_rows_that_are_not_finite(toys, shape):
+    """B22 under sampling: nothing is proposed, the draws are plain decoding's. Mutants: q of NaN; a token from NaN."""
+
+    def spoil(config, tensors):
+        tensors["lm_head.weight"][5] = float("nan")
+
+    engine, warm = pair(toys.history(), toys.random_draft()), Sampling(**WARM)
+    want = ids_of(engine, [PROMPT], warm, PLAIN)
+    engine = pair(toys.history(), toys.altered(toys.random_draft(), spoil))
+    assert ids_of(engine, [PROMPT], warm, shape) == want
+    for event in engine.stream(PROMPT, Sampling(**WARM), shape=shape):
+        assert event.tree is None or set(event.tree.tokens[1:].tolist()) <= {-1}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_target_rows_that_are_not_finite(toys, shape):
+    """B22 under sampling: the error names the position. Mutants: NaN drawn from; an id outside the vocabulary."""
+
+    def spoil(config, tensors):
+        tensors["model.embed_tokens.weight"][follow(9, 3, NEXT)[-1]] = float("nan")
+
+    engine, seen = pair(toys.altered(toys.map(), spoil), toys.map_draft()), []
+    with pytest.raises(RuntimeError, match=r"non-finite logits at position 4\b"):
+        for event in engine.stream([4, 9], Sampling(max_new_tokens=20, temperature=0.5), shape=shape, details=False):
+            seen += event.tokens
+    assert seen == follow(9, 3, NEXT) and engine.pool.free == engine.pool.size
+
+
+def test_draws_do_not_outlive_their_request(toys):
+    """A sampled request, then a greedy one in its slot, then the other way round. Mutants: a slot that keeps its
+    temperature; one that loses it when it is seated."""
+    engine = pair(toys.history(), toys.random_draft(), max_batch=1)
+    warm, cold = Sampling(**WARM), Sampling(max_new_tokens=24)
+    alone = [engine.generate([PROMPT, PROMPT], [s, s]) for s in (warm, cold)]
+    mixed = engine.generate([PROMPT, PROMPT], [warm, cold]), engine.generate([PROMPT, PROMPT], [cold, warm])
+    assert mixed[0][0].token_ids == alone[0][0].token_ids and mixed[1][1].token_ids == alone[0][1].token_ids
+    assert mixed[0][1].token_ids == mixed[1][0].token_ids == alone[1][0].token_ids
+    assert float(engine.programs.state(1).draws.temperature[0]) == 0
+
+
+# ------------------------------------------------------------------ refusals
+@pytest.mark.parametrize(
+    "name, values",
+    {
+        "temperature": [-1, -1e-9, float("nan"), float("inf"), "1", None, True, 1e39],
+        "top_k": [-1, 1.5, True, "2", None],
+        "top_p": [0, -0.1, 1.1, float("nan"), None, True],
+        "min_p": [-0.1, 1.1, float("nan"), None],
+        "seed": [-1, 1.5, True, None],
+        "logprobs": [-1, 1.5, True, "all"],
+    }.items(),
+)
+def test_settings_that_cannot_be_are_refused(name, values):
+    """B19. Mutants: one bound missing; NaN, which no comparison catches."""
+    for value in values:
+        with pytest.raises(Refused) as error:
+            Sampling(**{name: value})
+        assert str(error.value).startswith(f"{name} is {value!r}; supported: ") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["frequency_penalty", "repetition_penalty", "min_new_tokens", "logit_bias", "top_a"])
+def test_what_is_not_offered_is_refused(name):
+    """B23: refused, not ignored."""
+    with pytest.raises(TypeError, match=name):
+        Sampling(**{name: 1})
