@@ -20,6 +20,7 @@ from engine import Engine, Sampling, Shape
 from engine.options import DEMO, Parser, least
 from engine.profile import Profile
 from engine.shape import PLAIN
+from engine.watch import tensors as tensors_below
 from kernels import FUSED, REFERENCE, Ops
 from weights.config import Refused
 
@@ -51,11 +52,11 @@ def tensors(x):
             yield from tensors(part)
 
 
-def own_copy(x):
-    """The same with every small tensor copied; weights and caches stay the ones they are."""
+def own_copy(x, lasting: set[int]):
+    """The same with every small tensor copied, but for those whose storage is `lasting`: weights and caches."""
     if isinstance(x, torch.Tensor):
-        return x.clone() if x.nbytes < SMALL else x
-    return type(x)(own_copy(part) for part in x) if isinstance(x, tuple | list) else x
+        return x if x.nbytes >= SMALL or x.untyped_storage().data_ptr() in lasting else x.clone()
+    return type(x)(own_copy(part, lasting) for part in x) if isinstance(x, tuple | list) else x
 
 
 def traffic(field: str, args: tuple, out) -> int:
@@ -81,7 +82,7 @@ class Recorder:
     """A table of operations that notes every call: {(field, sizes): [Call]}. Runs eagerly; waits for the device."""
 
     def __init__(self, ops: Ops):
-        self.calls, self.on = {}, False
+        self.calls, self.on, self.lasting = {}, False, set()
         self.ops = dataclasses.replace(
             ops, **{f.name: self._noted(f.name, getattr(ops, f.name)) for f in dataclasses.fields(ops)}
         )
@@ -90,7 +91,10 @@ class Recorder:
         def call(*args):
             if not self.on:
                 return operation(*args)
-            copied, before = own_copy(args), own_copy(args)  # a cycle's buffers hold other things when this is timed
+            copied, before = (
+                own_copy(args, self.lasting),
+                own_copy(args, self.lasting),
+            )  # a cycle's buffers hold other things when this is timed
             out = operation(*args)
             own = list(tensors(args))
             largest = max(own, key=lambda t: t.nbytes) if own else None
@@ -145,6 +149,8 @@ def load(o) -> tuple[Engine, Recorder]:
     engine = Engine.load(
         o.target, o.draft, graphs="off", max_batch=1, max_context=most, prefix_cache=False, ops=recorder.ops, **given
     )
+    models = tensors_below([engine.target, engine.drafter, engine.cache])
+    recorder.lasting |= {tensor.untyped_storage().data_ptr() for _, tensor in models}
     return engine, recorder
 
 

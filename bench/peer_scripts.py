@@ -71,7 +71,8 @@ class Times:
 
 def once(prompt, tokens):
     times, ids = Times(), torch.tensor([prompt], device=job["device"])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens, streamer=times)
+    mask = torch.ones_like(ids)
+    out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=tokens, streamer=times)
     return out[0, len(prompt):].tolist(), times.at
 
 

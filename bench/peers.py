@@ -1,7 +1,7 @@
 """`python -m bench.peers`: the same prompts and token counts, greedy, on this engine, on Hugging Face transformers, and
 on vLLM and SGLang where they are installed: plain and EAGLE-3, one table.
 
-Every engine runs in a process of its own that cannot see this repository: our package `kernels` has the name of one that
+The others run in processes of their own that cannot see this repository: our package `kernels` has the name of one that
 transformers may import. What is not installed, or cannot do the job, is named as such.
 """
 
@@ -14,6 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from engine import Engine
@@ -143,6 +144,8 @@ def run(o, command: str) -> list[str]:
     """Measure, keep, and say what came out."""
     words = {"device": o.device, "dtype": o.dtype, "graphs": o.graphs}
     engine = Engine.load(o.target, o.draft, max_batch=1, prefix_cache=False, **words)
+    if engine.parts.device.type == "cpu":
+        torch.set_num_threads(1)  # as the others do
     prompts = several(o, engine, o.count, o.context)
     if max(map(len, prompts)) + o.new_tokens > engine.parts.max_context:
         raise Refused(f"--new-tokens {o.new_tokens}: prompt and answer pass the context of {engine.parts.max_context}")

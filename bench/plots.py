@@ -160,7 +160,32 @@ def acceptance(run: dict) -> Canvas | None:
     return canvas
 
 
-PLOTS = {"verify": verify, "cycle": cycle, "speed": speed, "predicted": predicted, "acceptance": acceptance}
+def classes(run: dict) -> Canvas | None:
+    """Teacher-forced agreement of a head's first pass by class of token."""
+    found = by_name(run)
+    names = [n.removeprefix("top1.1.") for n in found if n.startswith("top1.1.")]
+    if not names:
+        return None
+    canvas, axis = _canvas(2.0 + 0.45 * len(names))
+    wider = next(n for n in found if n.endswith(f".1.{names[0]}") and not n.startswith("top1.")).split(".")[0]
+    labels = [name.replace("_", " ") for name in names]
+    best = [found[f"{wider}.1.{name}"]["value"] for name in names]
+    axis.barh(labels, best, color="#9CC7E2", label=f"among its {wider[3:]} best")
+    axis.barh(labels, [found[f"top1.1.{name}"]["value"] for name in names], color=BLUE, height=0.5, label="its best")
+    axis.set(xlabel="share of tokens guessed", xlim=(0, 1))
+    axis.invert_yaxis()
+    canvas.legend(loc="outside upper center", ncols=2)
+    return canvas
+
+
+PLOTS = {
+    "verify": verify,
+    "cycle": cycle,
+    "speed": speed,
+    "predicted": predicted,
+    "acceptance": acceptance,
+    "classes": classes,
+}
 
 
 def save(plot, run: dict, path) -> bool:

@@ -42,6 +42,11 @@ TITLES = {
         "The share of cycles that kept the first, second, third … drafted token. One more token is the "
         "target's own, and comes with every cycle.",
     ),
+    "classes": (
+        "What the draft is good at",
+        "How often the draft's best guess, or one of its best, is the token that the target would choose, by class of "
+        "token, read along a text: a part of a name is harder than a bracket.",
+    ),
 }
 WORDS = {
     "target, draft": "the large model whose text it is, and the small one that guesses ahead",

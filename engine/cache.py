@@ -162,9 +162,10 @@ class Pool:
         self._held.pop(id(pages), None)
         names = dict.fromkeys(self._owner[page] for page in pages if page in self._owner)
         for name in reversed(names):  # the first block was used last: it outlives those that follow it
-            block = self._blocks.pop(name)
-            block.users.discard(id(pages))
-            self._blocks[name] = block
+            block = self._blocks.pop(name, None)
+            if block is not None:  # it may be, where this was interrupted before
+                block.users.discard(id(pages))
+                self._blocks[name] = block
         self._free.extend(page for page in reversed(pages) if page not in self._owner)
 
     def _give_up(self):

@@ -80,6 +80,8 @@ class Graphs:
     def forget(self, programs=None):
         """Drop the captures of these programs, or all: the tensors they point to are no longer the ones in use."""
         gone = None if programs is None else {id(program) for program in programs}
+        if self.reason is None:
+            torch.cuda.synchronize()  # a replay launched ahead of an abort may still run
         for key in [key for key in self.entries if gone is None or key[2] in gone]:
             del self.entries[key]
 

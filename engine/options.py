@@ -145,7 +145,7 @@ def parser() -> Parser:
     add("--tp-slice", type=least(1), metavar="N", help="not supported")
     add("--no-check", action="store_true", help="not supported: there is no wiring check at load to skip")
     add("--compare", action="store_true", help="decode plainly, then with speculation, and print the speed-up")
-    add("--profile", action="store_true", help="not supported")
+    add("--profile", action="store_true", help="time the stages of every cycle by stamps of the device's clock")
     add("--stats", metavar="FILE.json", help="write the statistics of the run")
     return p
 

@@ -20,6 +20,7 @@ from engine.cache import Rows
 from engine.cycle import Cycle
 from engine.graph import Entry
 from engine.options import DEMO
+from engine.watch import tensors
 
 PLAIN, CHAIN, TREE = Shape(0, 1, 1), Shape(3, 1, 4), Shape(3, 2, 8)
 TEXT = [(i * i + 5 * i) % V for i in range(45)]
@@ -354,13 +355,13 @@ def test_weights_changed_in_place_count_from_the_next_request(toys):
 
 
 def test_the_look_at_the_weights_costs_little(toys):
-    """It runs before every first token: under 20 microseconds a tensor. Mutant: values read instead of versions."""
-    engine = pair(toys.history(layers=8), toys.random_draft(layers=8))
-    engine._look()
-    began = time.perf_counter()
-    for _ in range(10):
+    """It runs before every first token: under 10 microseconds a tensor. Mutant: values read instead of versions."""
+    engine, times = pair(toys.history(layers=8), toys.random_draft(layers=8)), []
+    for _ in range(20):
+        began = time.perf_counter()
         engine._look()
-    assert (time.perf_counter() - began) / 10 < 20e-6 * 150
+        times.append(time.perf_counter() - began)
+    assert min(times) < 10e-6 * len(tensors([engine.target, engine.drafter]))
 
 
 def test_engine_load_knows_its_options():

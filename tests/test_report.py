@@ -47,7 +47,9 @@ def test_positions_count_the_cycles_that_drafted_that_far():
 def result(new):
     """A request of `new` tokens."""
     ids, shape = list(range(new)), Shape(3, 1, 4)
-    return Result(3, ids, "", "length", None, cycles=[], shape=shape, first_token_ms=2.0, decode_ms=None)
+    return Result(
+        3, ids, "", "length", None, cycles=[], shape=shape, prefill_ms=None, first_token_ms=2.0, decode_ms=None
+    )
 
 
 def test_requests_that_overlap_share_their_time():

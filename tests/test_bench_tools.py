@@ -1,0 +1,210 @@
+"""The page of `bench.report`, and what `bench.accept`, `bench.ops` and `bench.peers` say of the demo pair."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from bench import accept, ops, peers, report, results
+from bench.oracle import random_prompt
+from bench.results import Figure, Workload
+from engine import Engine, Shape
+from engine.options import DEMO
+from engine.train_head import hits
+from kernels import REFERENCE, Ops
+
+LOAD = Workload("t<b>", "d", 7, 1, None, 512, 1, "float32", "text; SYNTHETIC acceptance, 2 tokens a cycle", "0")
+
+
+def kept(path):
+    """A run with something for every plot."""
+    made = Figure.of
+    figures = [made("plain", "ms", [10.0, 11.0]), made("tokens_per_second.0-1-1", "tokens/s", [90.0, 91.0])]
+    for n in (1, 2, 4, 8):
+        figures.append(made(f"verify.{n}", "ms", [10.0 + n, 11.0 + n], floor=2.0, experts=2.0 + n))
+        figures.append(made(f"verify_fit.residual.{n}", "ms", 0.1))
+    for shape, gain in (("3-1-4", 1.2), ("4-4-16", 0.7)):
+        for name, value in (("draft", 2.0), ("verify", 14.0), ("accept", 0.3), ("commit", 0.1), ("gap", 0.2)):
+            figures.append(made(f"{name}.{shape}", "ms", value))
+        for name, value in (("cycle", 17.0), ("predicted_cycle", 16.5)):
+            figures.append(made(f"{name}.{shape}", "ms", [value, value + 1]))
+        figures.append(made(f"tokens_per_second.{shape}", "tokens/s", [90 * gain, 91 * gain]))
+        figures += [made(f"accept_rate.{shape}.{d}", "share", 0.9 / d) for d in (1, 2, 3)]
+    figures.append(made("recommended", "times plain", 1.2, note="recommended: 3-1-4 & more"))
+    environment = {"format": results.FORMAT, "gpu": None, "cpu": "a processor"}
+    results.write(path, results.document("python -m bench.x", environment, LOAD, figures))
+    return str(path)
+
+
+def test_the_page_holds_everything(tmp_path, capsys):
+    """Mutants: pictures linked, not held; text not escaped; a plot left out; synthetic acceptance unlabelled; no
+    viewport, which makes a phone show a page for desktops."""
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "page.html"
+    assert report.main([kept(tmp_path / "a.json"), kept(tmp_path / "b.json"), "--out", str(out)]) == 0
+    page = out.read_text()
+    assert page.count('src="data:image/png;base64,') == 10 == len(list(tmp_path.glob("page-*.png")))
+    assert "http" not in page and "<script" not in page and 'name="viewport"' in page
+    assert "t&lt;b&gt;" in page and "t<b>" not in page and "3-1-4 &amp; more" in page
+    assert page.count("<b>Synthetic acceptance.</b>") == 2 and page.count("Verifying 4 rows takes") == 2
+    for path in tmp_path.glob("page-*.png"):
+        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
+
+
+def test_a_run_with_nothing_to_plot_is_a_table(tmp_path):
+    """Mutant: an empty plot, or a crash, for figures that are not there."""
+    pytest.importorskip("matplotlib")
+    run = results.document("x", {"gpu": None}, LOAD, [Figure.of("load", "ms", 3.0)])
+    results.write(tmp_path / "run.json", run)
+    assert report.main([str(tmp_path / "run.json"), "--out", str(tmp_path / "page.html")]) == 0
+    assert "All 1 figures" in (tmp_path / "page.html").read_text() and not list(tmp_path.glob("*.png"))
+
+
+def test_what_a_report_refuses(tmp_path, capsys):
+    (tmp_path / "old.json").write_text(json.dumps({"environment": {"format": 0}, "figures": []}))
+    for argv, said in (
+        ([str(tmp_path / "old.json")], "old.json: results of format 0"),
+        (["nowhere.json"], "nowhere.json"),
+        (["x.json", "--out", "nowhere/page.html"], "--out nowhere/page.html"),
+    ):
+        assert report.main(argv) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1 and said in error
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return Engine.load(str(DEMO / "target"), str(DEMO / "draft"), device="cpu", max_batch=1)
+
+
+def test_teacher_forcing_agrees_with_the_training_form(engine):
+    """The engine's drafter and the head as it is trained are two programs for one arithmetic.
+
+    Mutants: a row's later passes see another row's; positions off by one; compared with the text, not the target."""
+    from bench.demo import Head, Teacher, boundaries, load_target, open_draft, open_target
+    from engine.loading import Options
+    from weights import Checkpoint
+
+    options = Options(target=str(DEMO / "target"), draft=str(DEMO / "draft"))
+    opened, config = open_target(options), open_draft(options).config
+    device = torch.device("cpu")
+    target = load_target(opened, boundaries(config, opened.config.layers), 256, device)
+    checkpoint = Checkpoint.open(DEMO / "draft")
+    weights = {name: checkpoint.read(name, "cpu") for name in checkpoint.names()}
+    head = Head(config, weights["d2t"] + torch.arange(config.draft_vocab), target, 256)
+    head.load_state_dict(weights)
+
+    ids = engine.encode(
+        (DEMO / "train_target.py").name + " = import os\nclass A:\n    def f(self, x):\n        return x\n" * 4
+    )
+    ids = ids[:90]
+    lesson = Teacher(target, 1, 192, device).lesson(torch.tensor([ids]), head.draft_ids)
+    features, best = accept.teach(engine, ids)
+    found = accept.guesses(engine, ids, features, 4, 1)[..., 0]
+    wanted = best[torch.arange(len(ids) - 4)[:, None] + torch.arange(1, 5)]
+    assert torch.equal(best, lesson.best[0])
+    assert torch.equal(found == wanted, hits(head, lesson, 4)[0])
+
+
+def test_classes_of_tokens():
+    """Mutants: an indented word called white space; an underscore called punctuation."""
+    texts = [" name", "name_", " 12", "\n    ", "):", "x=", "", " self._x"]
+    classes = ["word", "name part", "digits", "white space", "punctuation", "other", "other", "other"]
+    assert [accept.kind(text) for text in texts] == classes
+
+
+def test_accept_says_what_it_measured(tmp_path, capsys):
+    """Mutant: a class or a pass left out."""
+    path = tmp_path / "run.json"
+    assert accept.main(["--count", "1", "--window", "64", "--device", "cpu", "--json", str(path)]) == 0
+    values = {f["name"]: f["value"] for f in json.loads(path.read_text())["figures"]}
+    assert {"top1.1", "top1.4", "top4.1", "forced_accept_length.4-1-5", "outside_draft_vocabulary"} < set(values)
+    assert all(values[f"top4.{j}"] >= values[f"top1.{j}"] > 0 for j in (1, 2, 3, 4)) and "top1.1.punctuation" in values
+    for argv, said in (
+        (["--steps", "0"], "--steps"),
+        (["--draft", "none"], "--draft"),
+        (["--topk", "9999"], "--topk 9999"),
+    ):
+        assert accept.main(argv) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_every_operation_is_timed():
+    """Mutants: a field that no cycle calls is skipped in silence; what a call changes is not put back."""
+    o = ops.parse(["--small", "--device", "cpu", "--shapes", "3-1-4", "2-2-5", "--context", "24", "--repeats", "1"])
+    engine, recorder = ops.load(o)
+    ops.record(o, engine, recorder, random_prompt(24, 6144))
+    assert {field for field, _ in recorder.calls} == {f.name for f in dataclasses.fields(Ops)}
+    layers = [
+        calls for (field, sizes), calls in recorder.calls.items() if field == "experts" and sizes.startswith("4x")
+    ]
+    assert len({call.args[3].data_ptr() for call in layers[0]}) == 7  # one layer's weights after the other's
+    (follow,) = [calls for (field, sizes), calls in recorder.calls.items() if field == "follow" and "1x4" in sizes]
+    backlog = follow[0].args[4].clone()
+    for _ in range(2):
+        assert len(ops.timed(REFERENCE.follow, follow, 3, torch.device("cpu"))) == 3
+    assert int(follow[0].args[4]) <= int(backlog) + 4
+
+
+def test_bytes_of_a_call():
+    """Mutants: all experts read; the whole cache read; a weight not counted."""
+    x, ids = torch.zeros(2, 8), torch.tensor([[0, 1], [1, 2]])
+    experts = x, ids, torch.zeros(2, 2), torch.zeros(10, 6, 8), torch.zeros(10, 8, 3), "silu", None
+    own = x.nbytes + ids.nbytes + 16
+    assert ops.traffic("experts", experts, x) == own + x.nbytes + 3 * (48 + 24) * 4
+    plane, q = torch.zeros(1000, 2, 4), torch.zeros(3, 2, 4)
+    prefix = torch.tensor([50])
+    args = q, plane, plane, torch.zeros(1, 99, dtype=torch.int32), prefix, None, 16, 0.5
+    assert ops.traffic("attention", args, q) == 2 * q.nbytes + prefix.nbytes + 2 * 53 * 32
+
+
+JOB = {"target": "t", "draft": None, "prompts": [[1, 2]], "new_tokens": 4, "repeats": 1, "device": "cpu"}
+
+
+def test_peers_that_are_not_there_are_named(monkeypatch):
+    """None of them can import this repository's `kernels`. Mutants: its path left in; a failure taken for absence."""
+    seen = "answer(absent=str(importlib.util.find_spec('kernels')))"
+    monkeypatch.setitem(peers.SCRIPTS, "vllm", seen)
+    assert peers.peer("vllm", JOB) == {"absent": "None"}
+    monkeypatch.setitem(peers.SCRIPTS, "vllm", "need('no_such_package')")
+    assert peers.peer("vllm", JOB) == {"absent": "not installed"}
+    monkeypatch.setitem(peers.SCRIPTS, "vllm", "raise ValueError('broken')")
+    assert "failed with exit code 1: ValueError: broken" in peers.peer("vllm", JOB)["absent"]
+
+
+def test_the_table_of_peers():
+    """Mutants: a mean; an engine that gave other ids called the same."""
+    answers = {
+        ("ours", "plain"): {"speeds": [1.0, 50.0, 60.0], "ids": [[1], [2]]},
+        ("vllm", "plain"): {"speeds": [40.0], "ids": [[1], [3]], "version": "0.1"},
+        ("sglang", "eagle3"): {"absent": "not installed"},
+    }
+    text = "\n".join(peers.lines(answers, [[1], [2]]))
+    assert "50.0" in text and "20.00" in text and "vllm 0.1" in text and "50 %" in text and "not installed" in text
+    assert [f.name for f in peers.figures(answers, [[1], [2]])] == [
+        "tokens_per_second.ours.plain",
+        "tokens_per_second.vllm.plain",
+    ]
+
+
+def test_transformers_does_the_same_job(tmp_path):
+    """Mutant: prompts or counts that differ from ours."""
+    o = peers.parse(
+        ["--draft", "none", "--engines", "transformers", "--count", "1", "--context", "16", "--new-tokens", "6"]
+    )
+    assert o.draft is None and o.shape == Shape(3, 1, 4)
+    o.device, o.repeats = "cpu", 1
+    said = peers.run(o, "x")
+    assert (
+        len(said) == 4
+        and said[2].startswith("ours")
+        and said[3].startswith("transformers 5")
+        and said[3].endswith("100 %")
+    )
+
+
+def test_the_scripts_are_python():
+    """Mutant: a script that only the machine that has its engine finds broken."""
+    for name, script in peers.SCRIPTS.items():
+        compile(peers.COMMON + script, name, "exec")
