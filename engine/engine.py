@@ -10,11 +10,12 @@ from weights.config import Refused
 from .cache import Pool
 from .graph import Graphs
 from .loading import Options, load
+from .logprobs import wanted
 from .report import statistics
 from .request import Request, Sampling
 from .rules import rule_of
 from .score import score
-from .session import Programs, Session, wanted
+from .session import Programs, Session
 from .shape import PLAIN, Shape
 from .watch import Watch, tensors
 

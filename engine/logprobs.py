@@ -7,6 +7,11 @@ from kernels.select import gather_rows, largest
 LOWEST = torch.finfo(torch.float32).min  # what JSON can hold of -inf
 
 
+def wanted(samplings):
+    """Most log-probabilities that any of these engine.request.Sampling asks for a token, None where none does."""
+    return max((s.logprobs for s in samplings if s.logprobs is not None), default=None)
+
+
 class Logprobs:
     """The numbers of one pass on their way to the host, computed where the logits are.
 

@@ -13,7 +13,7 @@ import torch
 from .buffers import BACKLOG, State, Tree
 from .cycle import CatchUp, Cycle, prefill
 from .layers.view import view
-from .logprobs import Logprobs
+from .logprobs import Logprobs, wanted
 from .profile import Stamped
 from .rules import Greedy, rule_of
 from .shape import PLAIN
@@ -285,11 +285,6 @@ class Session:
                 self.state.clear(slot)
             self.slots = [None] * self.batch
         self.pool.settle()
-
-
-def wanted(samplings):
-    """Most log-probabilities that any of these asks for a token, None where none does."""
-    return max((s.logprobs for s in samplings if s.logprobs is not None), default=None)
 
 
 DETAILS = ("tokens", "parents", "depths", "target_ids", "aux", "logits", "path")

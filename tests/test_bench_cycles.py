@@ -101,7 +101,7 @@ def test_experts_are_counted_and_nothing_else_changes(engine):
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=str)
 def test_synthetic_acceptance_is_what_was_asked_for(shape, engine):
-    """Mutants: conditional rates taken for shares of cycles; decoys that are right; the branch's depth off by one."""
+    """Mutants: decoys that are right; the branch's depth off by one."""
     engine.drafter = oracle = Oracle(None, [], 6144, 256, engine.parts.device)
     text = engine.generate(PROMPT, stages.sampling(64), shape=PLAIN).token_ids
     for length, tokens in ((1.0, 16), (2.2, 64), (shape.path, 24)):
@@ -114,7 +114,9 @@ def test_synthetic_acceptance_is_what_was_asked_for(shape, engine):
 
 
 def test_rates_of_a_length():
-    """Mutant: the bonus token not counted."""
+    """Mutants: the bonus token not counted; shares of cycles taken for chances given that the token before was kept."""
+    oracle = Oracle(None, [0.6, 0.3, 0.3, 0.0], 100, 32, torch.device("cpu"))
+    assert oracle.chances[:5].tolist() == pytest.approx([0.6, 0.5, 1.0, 0.0, 0.0])
     assert sum(rates_of(2.1, 3)) + 1 == pytest.approx(2.1) and rates_of(1, 3) == pytest.approx([0] * 3, abs=1e-9)
     with pytest.raises(Refused, match="emit 1 to 4"):
         rates_of(4.2, 3)

@@ -165,6 +165,7 @@ JOB = {"target": "t", "draft": None, "prompts": [[1, 2]], "new_tokens": 4, "repe
 def test_peers_that_are_not_there_are_named(monkeypatch):
     """None of them can import this repository's `kernels`. Mutants: its path left in; a failure taken for absence."""
     seen = "answer(absent=str(importlib.util.find_spec('kernels')))"
+    monkeypatch.setenv("PYTHONPATH", str(results.ROOT))
     monkeypatch.setitem(peers.SCRIPTS, "vllm", seen)
     assert peers.peer("vllm", JOB) == {"absent": "None"}
     monkeypatch.setitem(peers.SCRIPTS, "vllm", "need('no_such_package')")

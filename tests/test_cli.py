@@ -16,8 +16,8 @@ from weights.config import Refused
 OPTIONS = """
 --prompt-file --chat --target --draft --random --layers --capture-layers --steps --topk --draft-tokens --shape
 --max-new-tokens --stop --stop-id --ignore-eos --temperature --top-k --top-p --min-p --seed --logprobs --batch
---max-context --pages --page-size --prefill-chunk --no-prefix-cache --device --dtype --graphs --tp --expert-parallel --draft-tp --tp-slice
---no-check --compare --profile --stats
+--max-context --pages --page-size --prefill-chunk --no-prefix-cache --device --dtype --graphs --tp --expert-parallel
+--draft-tp --tp-slice --no-check --compare --profile --stats
 """.split()
 SMALL = "--device cpu --max-context 128 --page-size 16".split()
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}!"
