@@ -76,6 +76,7 @@ def verify(run: dict) -> Canvas | None:
         bottom.plot(*zip(*counted, strict=True), "s-", color=GREEN)
         bottom.set(ylabel="experts a layer", title="Different experts that were read", ylim=(0, None))
     axes[-1][0].set_xlabel("rows verified at once")
+    axes[-1][0].xaxis.get_major_locator().set_params(integer=True)
     return canvas
 
 

@@ -4,6 +4,7 @@ it, for readers who have not seen the code and on a phone too."""
 import argparse
 import base64
 import html
+import re
 import sys
 from pathlib import Path
 
@@ -140,7 +141,8 @@ def section(name: str, run: dict, folder: Path, stem: str) -> str:
         )
     if "INJECTED" in load["routing"]:
         out.append('<p class="warn"><b>A delay was injected</b> to test the clock; nothing here is a speed.</p>')
-    said = "".join(f"<p>{html.escape(line)}</p>" for line in short(run))
+    unbroken = [re.sub(r"(?<=\d)-(?=\d)", "\u2011", line) for line in short(run)]  # a shape stays on one line
+    said = "".join(f"<p>{html.escape(line)}</p>" for line in unbroken)
     if said:
         out.append(f'<div class="short">{said}</div>')
     for plot, (title, text) in TITLES.items():

@@ -161,6 +161,8 @@ def measured(o, engine: Engine, prompt: list[int], read: list[float]) -> list[Fi
     if engine.graphs.capture_ms:
         figures.append(made("capture", "ms", engine.graphs.capture_ms, note="all programs of this run"))
     figures += stages.figures(timed, alone, traffic, [chain(n) for n in o.rows], drafter is not None)
+    if o.routing != "text":  # what is kept of rows that nobody drafted says nothing
+        figures = [figure for figure in figures if not figure.name.startswith("accept_length.")]
     figures += fitted(figures, drafter is not None)
     table = table_of_run({"figures": [vars(f) for f in figures]}, "this run") if o.shapes else None
     for shape in o.shapes:

@@ -44,6 +44,9 @@ class Options:
     page_size: int = 64
     prefill_chunk: int = 512
     capture_layers: str | None = None
+    tp: int = 1  # this and the next two: what there is so far
+    expert_parallel: bool = False
+    draft_tp: str = "auto"
     prefix_cache: bool = True  # prompts read the rows of an earlier one that begins alike
     reserve: int = MAX_NODES  # rows past the prefix that a cycle may write
     ops: Ops | None = None  # the table of operations: fused on CUDA, reference on the CPU
@@ -242,6 +245,9 @@ def load(options, progress=None):
 
 
 def _sizes(options):
+    for name, only in (("tp", 1), ("expert_parallel", False), ("draft_tp", "auto")):
+        if getattr(options, name) != only:
+            raise Refused(f"{name}: {getattr(options, name)!r}; supported: {only!r} (one device)")
     for name, least in (("max_batch", 1), ("page_size", 1), ("prefill_chunk", 1), ("pages", 2)):
         value = getattr(options, name)
         if value is not None and (not isinstance(value, int) or value < least):
