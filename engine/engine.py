@@ -37,14 +37,17 @@ class Engine:
         self._events, self._watch = None, Watch()
 
     @classmethod
-    def load(cls, target=None, draft=None, shape=None, *, shapes=(), graphs="auto", progress=None, **options):
+    def load(
+        cls, target=None, draft=None, shape=None, *, shapes=(), graphs="auto", progress=None, announce=None, **options
+    ):
         """Load a pair of checkpoints.
 
         Args:
             target, draft: directory or hub id; draft also "random:NAME" or None (plain decoding).
             shape: Shape of a cycle; default (3, 1, 4) with a draft, plain without.
             shapes: Shapes to prepare ahead; graphs: "auto", "required", "off".
-            progress: callable(bytes done, bytes in all); options: the other fields of engine.loading.Options.
+            progress: callable(bytes done, bytes in all); announce: callable(line), told the memory needed and there
+            before a weight is read; options: the other fields of engine.loading.Options.
 
         Raises Refused (one line) for anything that cannot be served right.
         """
@@ -53,7 +56,7 @@ class Engine:
             raise Refused(f"Engine.load: unknown option {sorted(unknown)[0]!r}")
         paths = {name: str(path) for name, path in (("target", target), ("draft", draft)) if path is not None}
         options = Options(**paths, **options)
-        parts = load(options, progress)
+        parts = load(options, progress, announce)
         engine = cls(parts, options, shape or (DEFAULT_SHAPE if parts.drafter is not None else PLAIN), graphs)
         for ahead in (engine.shape, *shapes):
             engine._check(ahead)

@@ -99,6 +99,7 @@ def load(o, target: str | None, draft: str, shape) -> Engine:
             shape,
             graphs=o.graphs,
             progress=progress,
+            announce=lambda line: say([line]),
             random=o.random,
             layers=o.layers,
             device=o.device,

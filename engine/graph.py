@@ -11,6 +11,8 @@ import torch
 
 from weights.config import Refused
 
+from .cycle import Cycle
+
 MODES = ("auto", "required", "off")
 
 
@@ -108,7 +110,7 @@ class Graphs:
         """One entry a (batch, shape) of whole cycles; its programs (with details or stamps, say) are added up."""
         merged = {}
         for entry in self.entries.values():
-            if entry.stages == ("catch_up",):
+            if entry.stages != Cycle.stages:
                 continue
             row = entry.report()
             first = merged.setdefault((entry.batch, entry.shape), row)

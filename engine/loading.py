@@ -183,11 +183,12 @@ class Plan:
         return target, source, make(self.draft.config, head, target, self.length, self.ops, tp), head
 
 
-def load(options, progress=None):
+def load(options, progress=None, announce=None):
     """Open, check, count, allocate, read. Raises Refused before memory is filled; see Options.
 
     Args:
-        progress: callable(bytes done, bytes in all) or None.
+        progress: callable(bytes done, bytes in all) or None; announce: callable(line) or None, told what memory is
+        needed and there before a weight is read.
     """
     began = time.perf_counter()
     device = device_of(options.device)
@@ -216,6 +217,9 @@ def load(options, progress=None):
     pages = options.pages or columns * options.max_batch + 1
     need = sum(source.nbytes for source in (dry[1], dry[3]) if source is not None)
     cache_need, has = Cache.nbytes(kinds, pages, options.page_size, dtype), memory.free_bytes(device)
+    stated = memory.statement(need, cache_need, has)
+    if announce:
+        announce(stated)
     memory.demand(need, cache_need, has)
 
     model, source, drafter, head = plan.build(device)
@@ -238,7 +242,7 @@ def load(options, progress=None):
         end_ids=eos_ids(target.checkpoint.config, target.checkpoint.generation, target.checkpoint.where),
         max_context=max_context,
         capture=capture,
-        memory=memory.statement(need, cache_need, has),
+        memory=stated,
         reports=reports,
         load_ms=(time.perf_counter() - began) * 1e3,
     )

@@ -193,8 +193,8 @@ def document(run: Run, parts, graphs: list[dict], capture_ms: float, compare: di
 
 
 def loaded(parts) -> list[str]:
-    """What a person should know of a load: memory, tensors by name, capture layers."""
-    lines = [parts.memory]
+    """What a person should know of a load: tensors by name, capture layers. Memory was announced before."""
+    lines = []
     for report in parts.reports:
         lines += report.lines()
     if parts.capture is not None:

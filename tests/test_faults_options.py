@@ -30,6 +30,14 @@ def still_serves(engine, shape=CHAIN):
     assert engine.pool.free == engine.pool.size
 
 
+def test_memory_is_stated_before_a_weight_is_read(toys, monkeypatch):
+    """Mutant: the statement after the fill, when a machine that is too small has already run out."""
+    order, read = [], Checkpoint.read_into
+    monkeypatch.setattr(Checkpoint, "read_into", lambda *a: (order.append("read"), read(*a))[1])
+    Engine.load(toys.map(), toys.map_draft(), device="cpu", max_context=64, announce=order.append)
+    assert order[0].startswith("memory: needs ") and set(order[1:]) == {"read"}
+
+
 # ------------------------------------------------------------------ B15
 @pytest.mark.parametrize(
     "shape, words",
