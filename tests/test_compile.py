@@ -29,6 +29,9 @@ def bare(fn) -> JITFunction:
 def compile_for_hopper(fn, signature: dict, constexprs: dict, options: dict):
     """Compile to a cubin. `signature` types the run-time arguments ("*bf16", "i32"); pointers count as aligned."""
     fn = bare(fn)
+    off = {f"{name.lower()}_ptr" for name, value in constexprs.items() if value is False} & set(signature)
+    signature = {name: kind for name, kind in signature.items() if name not in off}
+    constexprs = constexprs | dict.fromkeys(off)  # launches without a bias, a bitset … pass None for it
     types = {name: signature.get(name, "constexpr") for name in fn.arg_names}
     unknown = (set(signature) | set(constexprs)) - set(fn.arg_names)
     missing = [name for name, kind in types.items() if kind == "constexpr" and name not in constexprs]
