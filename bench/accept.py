@@ -6,7 +6,6 @@ hidden of pass j - 1 with token i + j + 1, as the drafter does in a chain, and i
 """
 
 import argparse
-import shlex
 import sys
 import time
 
@@ -20,7 +19,7 @@ from engine.options import DEMO, Parser, least
 from engine.train_head import chain_length
 from weights.config import Refused
 
-from . import results, stages
+from . import command, results, stages
 from .results import Figure
 from .texts import several
 
@@ -184,14 +183,7 @@ def run(o, command: str) -> list[Figure]:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    try:
-        figures = run(parse(argv), shlex.join(["python", "-m", "bench.accept", *argv]))
-    except Refused as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print("\n".join(figure.line() for figure in figures))
-    return 0
+    return command.main("bench.accept", parse, run, argv)
 
 
 if __name__ == "__main__":

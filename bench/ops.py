@@ -7,7 +7,6 @@ other's so that the L2 is cold. On a GPU the fused table beside the reference, o
 import argparse
 import dataclasses
 import inspect
-import shlex
 import statistics
 import sys
 import time
@@ -24,7 +23,7 @@ from engine.watch import tensors as tensors_below
 from kernels import FUSED, REFERENCE, Ops
 from weights.config import Refused
 
-from . import bandwidth, results, stages
+from . import bandwidth, command, results, stages
 from .oracle import random_prompt
 from .results import Figure
 
@@ -253,14 +252,7 @@ def run(o, command: str) -> list[Figure]:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    try:
-        figures = run(parse(argv), shlex.join(["python", "-m", "bench.ops", *argv]))
-    except Refused as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print("\n".join(figure.line() for figure in figures))
-    return 0
+    return command.main("bench.ops", parse, run, argv)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ transformers may import. What is not installed, or cannot do the job, is named a
 
 import argparse
 import json
-import shlex
 import statistics
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from engine.shape import PLAIN, Shape
 from weights import resolve
 from weights.config import Refused
 
-from . import results, stages
+from . import command, results, stages
 from .peer_scripts import COMMON, SCRIPTS
 from .results import Figure
 from .texts import several
@@ -169,14 +168,7 @@ def run(o, command: str) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    try:
-        said = run(parse(argv), shlex.join(["python", "-m", "bench.peers", *argv]))
-    except Refused as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print("\n".join(said))
-    return 0
+    return command.main("bench.peers", parse, run, argv)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ makes the cost table behind the predictions. Exit codes: 0; 2 for what is refuse
 
 import argparse
 import itertools
-import shlex
 import sys
 from dataclasses import dataclass, field
 
@@ -19,7 +18,7 @@ from engine.report import Acceptance
 from engine.shape import PLAIN, Shape
 from weights.config import Refused
 
-from . import reading, results, stages
+from . import command, reading, results, stages
 from .oracle import Oracle, rates_of
 from .results import Figure
 from .texts import several
@@ -59,18 +58,13 @@ def parser() -> Parser:
         "--accept-rates", nargs="+", type=number, metavar="R", help="SYNTHETIC: share of cycles that keep token 1, 2, …"
     )
     add("--baseline", metavar="FILE", help="compare with a kept sweep; refused where its settings differ")
-    add("--device", metavar="cpu|cuda|cuda:N")
-    add("--dtype", metavar="float32|float16|bfloat16")
-    add("--graphs", choices=("auto", "required", "off"), default="auto", help="CUDA graphs; default %(default)s")
-    add("--json", metavar="FILE", help="where the results go")
+    command.device_options(add)
     return p
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Options as given. Raises Refused."""
-    o, unknown = parser().parse_known_args(argv)
-    if unknown:
-        raise Refused(f"{unknown[0]}: there is no such option; --help lists all")
+    o = command.options(parser(), argv)
     if o.target and o.random:
         raise Refused("--random: it takes the place of --target; supported: one of them")
     if not o.random and not o.target:
@@ -237,14 +231,7 @@ def usable(o, engine: Engine) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    try:
-        lines = run(parse(argv), shlex.join(["python", "-m", "bench.sweep", *argv]))
-    except Refused as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print("\n".join(lines))
-    return 0
+    return command.main("bench.sweep", parse, run, argv)
 
 
 if __name__ == "__main__":

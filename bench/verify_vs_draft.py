@@ -5,7 +5,6 @@ the bytes and their floor at the bandwidth measured in the same run, a fit over 
 """
 
 import argparse
-import shlex
 import sys
 
 import torch
@@ -16,7 +15,7 @@ from engine.options import DEMO, Parser, least, number
 from engine.shape import MAX_NODES, PLAIN
 from weights.config import Refused
 
-from . import bandwidth, results, stages
+from . import bandwidth, command, results, stages
 from .cost import Fit, table_of_run
 from .oracle import Delayed, Independent, Oracle, Repeated
 from .results import Figure
@@ -55,18 +54,13 @@ def parser() -> Parser:
     add("--repeats", type=least(1), default=20, metavar="N", help="of each stage alone; default %(default)s")
     add("--inject-spin", type=number, metavar="MS", help="make a stage slower by so much: a test of the clock")
     add("--inject-stage", choices=("verify", "draft"), default="verify", help="which; default %(default)s")
-    add("--device", metavar="cpu|cuda|cuda:N")
-    add("--dtype", metavar="float32|float16|bfloat16")
-    add("--graphs", choices=("auto", "required", "off"), default="auto", help="CUDA graphs; default %(default)s")
-    add("--json", metavar="FILE", help="where the results go")
+    command.device_options(add)
     return p
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Options as given. Raises Refused."""
-    o, unknown = parser().parse_known_args(argv)
-    if unknown:
-        raise Refused(f"{unknown[0]}: there is no such option; --help lists all")
+    o = command.options(parser(), argv)
     o.shapes = [Shape.parse(text) for text in o.shapes]
     if PLAIN in o.shapes:
         raise Refused(f"--shapes {PLAIN}: plain decoding is always measured; supported: shapes that draft")
@@ -218,14 +212,7 @@ def run(o, command: str) -> list[Figure]:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    try:
-        figures = run(parse(argv), shlex.join(["python", "-m", "bench.verify_vs_draft", *argv]))
-    except Refused as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print("\n".join(figure.line() for figure in figures))
-    return 0
+    return command.main("bench.verify_vs_draft", parse, run, argv)
 
 
 if __name__ == "__main__":
