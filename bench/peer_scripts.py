@@ -7,7 +7,8 @@ after each first token; where an engine does not say when that came, a run of on
 COMMON = '''
 import importlib.metadata, importlib.util, json, sys, time
 
-sys.path = [p for p in sys.path if p and not p.startswith(REPOSITORY)]
+# an environment made inside the repository, as README makes it, has its packages there and stays
+sys.path = [p for p in sys.path if p and ("site-packages" in p or not p.startswith(REPOSITORY))]
 sys.meta_path = [f for f in sys.meta_path if "__editable__" not in getattr(f, "__module__", "") + repr(f)]
 job = json.load(open(sys.argv[1]))
 
