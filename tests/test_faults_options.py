@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from toys import BRANCH, NEXT, V, follow, pair
+from toys import BRANCH, NEXT, V, follow, one_line, pair, still_serves
 
 from engine import Engine, Refused, Sampling, Shape
 from weights.checkpoint import Checkpoint
@@ -18,16 +18,6 @@ pytestmark = pytest.mark.usefixtures("nan_memory")
 @pytest.fixture(scope="module")
 def engine(toys):
     return pair(toys.map(), toys.map_draft())
-
-
-def one_line(error, *words):
-    text = str(error.value)
-    assert "\n" not in text and all(word in text for word in words), text
-
-
-def still_serves(engine, shape=CHAIN):
-    assert engine.generate([3, 9], Sampling(max_new_tokens=9), shape=shape).token_ids == follow(9, 9, NEXT)
-    assert engine.pool.free == engine.pool.size
 
 
 def test_memory_is_stated_before_a_weight_is_read(toys, monkeypatch):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from toys import NEXT, V, follow, pair
+from toys import NEXT, V, follow, one_line, pair, still_serves
 
 from engine import Refused, Sampling, Shape
 from engine.request import Request
@@ -31,16 +31,6 @@ def cuts_on_the_device(monkeypatch):
 @pytest.fixture(scope="module")
 def engine(toys):
     return pair(toys.map(), toys.map_draft())
-
-
-def one_line(error, *words):
-    text = str(error.value)
-    assert "\n" not in text and all(word in text for word in words), text
-
-
-def still_serves(engine, shape=CHAIN):
-    assert engine.generate([3, 9], Sampling(max_new_tokens=9), shape=shape).token_ids == follow(9, 9, NEXT)
-    assert engine.pool.free == engine.pool.size
 
 
 # ------------------------------------------------------------------ B25

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine import Engine
+from engine import Engine, Sampling
 
 V = D = 64
 HEADS, KV_HEADS, HEAD_DIM, EXPERTS, WIDTH = 4, 2, 16, 8, 32
@@ -177,6 +177,18 @@ def disturb(engine, noise=1e4):
     engine.pool.forget()
     for rows in engine.parts.cache.storage.values():
         rows.copy_(noise * torch.randn(rows.shape, generator=torch.Generator().manual_seed(9)))
+
+
+def one_line(error, *words):
+    """What was refused is said in one line that holds `words`; error: pytest's ExceptionInfo."""
+    text = str(error.value)
+    assert "\n" not in text and all(word in text for word in words), text
+
+
+def still_serves(engine, shape=None):
+    """A MAP pair goes on after a refusal or an end, all its pages free; shape None: the engine's own, (3, 1, 4)."""
+    assert engine.generate([3, 9], Sampling(max_new_tokens=9), shape=shape).token_ids == follow(9, 9, NEXT)
+    assert engine.pool.free == engine.pool.size
 
 
 class Toys:
