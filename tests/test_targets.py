@@ -163,8 +163,7 @@ def test_equal_router_logits_take_the_lowest_expert(toys):
         one, _ = run(target, cache, Batch.causal(tokens[:, i : i + 1], torch.tensor([i]), pages))
         torch.testing.assert_close(one[0], wide[i], atol=1e-4, rtol=1e-4)
     normed = torch.randn(4, 64)
-    gate = target.layers[0].mlp.gate
-    _, ids, weights = REFERENCE.route(normed, torch.ones(64), 1e-6, gate, target.layers[0].mlp.routing)
+    _, ids, weights = target.layers[0].mlp.router(REFERENCE, normed, torch.ones(64), 1e-6)
     assert ids.tolist() == [[0, 1]] * 4 and torch.equal(weights, torch.full((4, 2), 0.5))
 
 

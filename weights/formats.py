@@ -29,6 +29,20 @@ class DenseExperts:
     gate_up: torch.Tensor  # [E, 2I, D], gate rows first
     down: torch.Tensor  # [E, D, I]
 
+    def apply(self, ops, x, norm_weight, eps, router, activation, residual):
+        """Route rows and run them through their experts: what every format's parameters offer.
+
+        Args:
+            ops: the table of operations (kernels.Ops); x: [N, D] before its norm (norm_weight [D], eps).
+            router: callable(ops, x, norm_weight, eps) -> normed [N, D], ids [N, k], weights [N, k] fp32.
+            residual: [N, D] or None, added last.
+
+        Returns:
+            [N, D].
+        """
+        normed, ids, weights = router(ops, x, norm_weight, eps)
+        return ops.experts(normed, ids, weights, self.gate_up, self.down, activation, residual)
+
 
 class Dense:
     """Weights stored as they are used: one matrix a projection, [out, in]."""
