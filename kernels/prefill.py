@@ -214,10 +214,10 @@ def attention(q, k_plane, v_plane, pages, prefix, tree, page_size, scale, window
     return y
 
 
-def route(x, norm_weight, eps, gate, rule):
+def route(x, norm_weight, eps, gate, rule, bias=None, correction=None):
     """As kernels.routing.reference."""
     normed = norm.fused(x, norm_weight, eps)
-    return normed, *routing.best(_dense(normed, gate, dtype=torch.float32), rule)
+    return normed, *routing.best(_dense(normed, gate, bias, dtype=torch.float32), rule, correction)
 
 
 class FlashInfer:

@@ -144,11 +144,26 @@ def attention(dtype, device):
 
 def route(dtype, device):
     make = Make(dtype, device)
-    for n, d, e, k, renormalise in ((1, 64, 16, 4, True), (9, 80, 100, 8, False), (5, 300, 6, 2, True)):
-        gate = make.weight(e, d)
+    for n, d, e, rule, biased, corrected in (
+        (1, 64, 16, Routing(4, True), False, False),
+        (9, 80, 100, Routing(8, False), False, False),
+        (5, 300, 6, Routing(2, True), True, False),
+        (5, 80, 12, Routing(4, False, "logits"), True, False),
+        (3, 64, 20, Routing(3, True, "sigmoid", scale=2.5), False, True),
+        (9, 64, 24, Routing(4, True, "sigmoid", 4, 2, 2, 1.5), True, True),
+        (4, 64, 20, Routing(3, False, "softmax", 5, 2, 1, 16.0), False, False),
+        (2, 64, 18, Routing(2, False, "sigmoid", 6, 5, 3), False, True),
+    ):
+        gate, x = make.weight(e, d), make.floats(n, d)
         make.tie(gate, 0, e - 1)
         make.tie(gate, 1, e // 2)
-        yield f"{n}x{d}-{e}", (make.floats(n, d), make.gain(d), 1e-6, gate, Routing(k, renormalise))
+        if n == 9:
+            x[2] = NOISE
+        bias = make.floats(e) if biased else None
+        correction = make.floats(e, scale=0.3, dtype=torch.float32) if corrected else None
+        if corrected:
+            correction[[0, e - 1]] = 0.25
+        yield f"{n}x{d}-{e}-{rule.score}-{rule.groups}", (x, make.gain(d), 1e-6, gate, rule, bias, correction)
 
 
 def experts(dtype, device):

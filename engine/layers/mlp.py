@@ -15,10 +15,12 @@ class MLP:
 
     def __call__(self, x):
         """[N, D] -> [N, D]."""
+        return self.tp.add(x, lambda carried: self.share(x, carried))
+
+    def share(self, x, carried):
+        """This rank's part of down(…) of x [N, D], on top of `carried` [N, D] or None."""
         n = self.norm
-        return self.tp.add(
-            x, lambda carried: self.ops.mlp(x, n.weight, n.eps, self.gate_up, self.down, self.activation, carried)
-        )
+        return self.ops.mlp(x, n.weight, n.eps, self.gate_up, self.down, self.activation, carried)
 
 
 class BiasedMLP:

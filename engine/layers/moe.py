@@ -1,4 +1,4 @@
-"""Mixture-of-experts block: norm, router, grouped experts and residual; experts cut by width."""
+"""Mixture-of-experts block: norm, router, grouped experts, shared expert and residual; experts cut by width."""
 
 from dataclasses import dataclass
 
@@ -14,33 +14,50 @@ class Router:
 
     gate: torch.Tensor  # [E, D]
     rule: Routing
+    bias: torch.Tensor | None = None  # [E], of the logits
+    correction: torch.Tensor | None = None  # [E] fp32, for the choice alone
+
+    @classmethod
+    def declare(cls, source, name, experts, hidden, rule, *, bias=False, correction=None):
+        """`name`: of the module; bias: it has one; correction: its name below the module, None: it has none.
+
+        The correction stays fp32 whatever the model's dtype: experts often differ by less than a bf16 step."""
+        return cls(
+            gate=source.take(f"{name}.weight", (experts, hidden)),
+            rule=rule,
+            bias=source.take(f"{name}.bias", (experts,)) if bias else None,
+            correction=source.take(f"{name}.{correction}", (experts,), dtype=torch.float32) if correction else None,
+        )
 
     def __call__(self, ops, x, norm_weight, eps):
         """x [N, D], before its norm -> normed [N, D], ids [N, k], weights [N, k] fp32 (kernels.routing)."""
-        return ops.route(x, norm_weight, eps, self.gate, self.rule)
+        return ops.route(x, norm_weight, eps, self.gate, self.rule, self.bias, self.correction)
+
+
+def projections(expert):
+    """Names of an expert's matrices in most checkpoints, below the block's name."""
+    return ExpertNames(*(f"experts.{expert}.{part}_proj" for part in ("gate", "up", "down")))
 
 
 class MoE:
-    """x + sum over chosen experts of weight * expert(norm x).
+    """x + sum over chosen experts of weight * expert(norm x), + shared(norm x) where there is a shared expert.
 
     Args:
-        source: weights.Source prefixed with the block's name; experts, intermediate: their number and width.
-        routing: kernels.routing.Routing; weight_format: an object of weights.formats.
+        norm: layers.norm.Norm, of the experts' and the router's input; router: Router.
+        experts: parameters that a format of weights.formats declared.
+        shared: the layers.mlp.MLP that every row passes, of the same norm, or None. It is added last, unweighted.
     """
 
-    def __init__(self, source, norm, hidden, experts, intermediate, routing, activation, weight_format, ops, tp):
-        self.norm, self.activation, self.ops, self.tp = norm, activation, ops, tp
-        self.router = Router(source.take("gate.weight", (experts, hidden)), routing)
-        self.experts = weight_format.declare(source, self._names, experts, hidden, intermediate)
-
-    @staticmethod
-    def _names(expert):
-        return ExpertNames(*(f"experts.{expert}.{part}_proj" for part in ("gate", "up", "down")))
+    def __init__(self, norm, router, experts, activation, ops, tp, shared=None):
+        self.norm, self.router, self.experts, self.shared = norm, router, experts, shared
+        self.activation, self.ops, self.tp = activation, ops, tp
 
     def __call__(self, x):
         """[N, D] -> [N, D]."""
+        return self.tp.add(x, lambda carried: self._share(x, carried))
+
+    def _share(self, x, carried):
+        """This rank's part of the sum, on top of `carried`."""
         n = self.norm
-        return self.tp.add(
-            x,
-            lambda carried: self.experts.apply(self.ops, x, n.weight, n.eps, self.router, self.activation, carried),
-        )
+        y = self.experts.apply(self.ops, x, n.weight, n.eps, self.router, self.activation, carried)
+        return y if self.shared is None else self.shared.share(x, y)

@@ -3,7 +3,7 @@
 from kernels.routing import Routing
 
 from ..layers.mlp import dense
-from ..layers.moe import MoE
+from ..layers.moe import MoE, Router, projections
 from .decoder import Decoder
 
 
@@ -15,6 +15,6 @@ class Qwen3MoE(Decoder):
         c = self.config
         if number in c.dense_layers:
             return dense(source, norm, c, ops, tp)
-        routing = Routing(c.experts_per_token, c.norm_topk_prob)
-        sizes = (c.experts, c.expert_intermediate, routing, c.activation)
-        return MoE(source, norm, c.hidden, *sizes, self.experts_format, ops, tp)
+        router = Router.declare(source, "gate", c.experts, c.hidden, Routing(c.experts_per_token, c.norm_topk_prob))
+        experts = self.experts_format.declare(source, projections, c.experts, c.hidden, c.expert_intermediate)
+        return MoE(norm, router, experts, c.activation, ops, tp)
