@@ -1,5 +1,4 @@
-"""Weight formats: which stored tensors make up the experts of a layer, how they are cut, and the parameters that
-result."""
+"""Experts stored as they are used, and what every format of experts is asked for: names, parameters, their use."""
 
 from __future__ import annotations
 
@@ -8,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from weights.fields import Fields
-from weights.keys import plain_weights
 from weights.source import Source
 
 
@@ -57,12 +54,3 @@ class Dense:
             gate_up=source.stack([[(n.gate + ".weight", wide), (n.up + ".weight", wide)] for n in each], cut=0),
             down=source.stack([[(n.down + ".weight", tall)] for n in each], cut=1),
         )
-
-
-FORMATS = {"dense": Dense}
-
-
-def format_of(config: dict, where: str) -> Dense:
-    """The format that config.json names. Refused: a `quantization_config` without a row in FORMATS."""
-    plain_weights(Fields(config, where))
-    return FORMATS["dense"]()
