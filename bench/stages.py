@@ -16,6 +16,7 @@ from engine.layers.view import view
 from engine.profile import Profile
 from engine.report import Acceptance
 from engine.shape import PLAIN, Shape
+from kernels import moe
 
 from . import results
 from .results import Figure, Workload
@@ -110,7 +111,7 @@ def routed(
         return {}
     parts = engine.parts
     count = Routed(parts.ops.route, target.config.layers, experts, parts.device)
-    ops = dataclasses.replace(parts.ops, route=count)
+    ops = dataclasses.replace(parts.ops, route=count, moe=moe.composed(count, parts.ops.experts))
     twin = dataclasses.replace(parts, target=view(target, ops), ops=ops)  # prompt_ops stay: prompts are not counted
     if parts.prompt_ops is parts.ops:
         twin.prompt_ops = dataclasses.replace(parts.ops)  # equal, and another object: prompts run the plain table

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kernels import FUSED, REFERENCE, Ops
+from kernels import FUSED, PREFILL, REFERENCE, Ops, native
 from weights import AnyCheckpoint, Checkpoint, Refused, Renamed, Source, eos_ids, head_names, named, resolve
 from weights.capture import Capture, boundaries
 from weights.config import Eagle3Config, LlamaConfig, Qwen3MoeConfig
@@ -49,8 +49,8 @@ class Options:
     draft_tp: str = "auto"
     prefix_cache: bool = True  # prompts read the rows of an earlier one that begins alike
     reserve: int = MAX_NODES  # rows past the prefix that a cycle may write
-    ops: Ops | None = None  # the table of operations: fused on CUDA, reference on the CPU
-    prompt_ops: Ops | None = None  # of a prompt's passes (kernels.PREFILL, say); None: the same table
+    ops: Ops | None = None  # the table of operations; None: `operations` chooses
+    prompt_ops: Ops | None = None  # of a prompt's passes; None: `ops` where that is given, else `operations` chooses
 
 
 @dataclass
@@ -62,6 +62,7 @@ class Parts:
     cache: Cache
     ops: Ops
     prompt_ops: Ops  # of a prompt's passes
+    kernels: str  # which kernels these are, and why not others
     tp: TP
     dtype: torch.dtype
     device: torch.device
@@ -96,6 +97,23 @@ def dtype_of(name, device):
     if name not in DTYPES:
         raise Refused(f"dtype: {name!r} is unknown; supported: {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def operations(options, device, dtype, announce=None):
+    """-> the table of cycles, the table of a prompt's passes, and what they are in one line."""
+    if options.ops is not None:
+        return options.ops, options.prompt_ops or options.ops, "given"
+    if device.type != "cuda":
+        return REFERENCE, options.prompt_ops or REFERENCE, "torch reference"
+    ops, line = FUSED, "Triton"
+    if dtype == torch.bfloat16:
+        try:
+            ops, line = native.table(FUSED, device, announce), "CUDA C++ for few rows, Triton"
+        except native.Unavailable as reason:
+            line = f"Triton (no CUDA C++: {reason})"
+    else:
+        line = "Triton (CUDA C++ serves bfloat16)"
+    return ops, options.prompt_ops or PREFILL, line
 
 
 @dataclass(frozen=True)
@@ -193,7 +211,6 @@ def load(options, progress=None, announce=None):
     began = time.perf_counter()
     device = device_of(options.device)
     dtype, tp = dtype_of(options.dtype, device), TP()
-    ops = options.ops or (FUSED if device.type == "cuda" else REFERENCE)
     _sizes(options)
     target, draft = open_target(options), open_draft(options)
     max_context = _context(options, target.config)
@@ -204,6 +221,7 @@ def load(options, progress=None, announce=None):
         capture = boundaries(draft.config, target.config.layers, options.capture_layers)
     elif options.capture_layers is not None:
         capture = boundaries(None, target.config.layers, options.capture_layers)  # for a drafter assigned later
+    ops, prompt_ops, kernels = operations(options, device, dtype, announce)
     plan = Plan(target, draft, capture, max_context + options.reserve, ops, tp, dtype)
 
     dry = plan.build("meta")
@@ -234,7 +252,8 @@ def load(options, progress=None, announce=None):
         drafter=drafter,
         cache=Cache(kinds, pages, options.page_size, dtype, device),
         ops=ops,
-        prompt_ops=options.prompt_ops or ops,
+        prompt_ops=prompt_ops,
+        kernels=kernels,
         tp=tp,
         dtype=dtype,
         device=device,

@@ -187,6 +187,7 @@ def document(run: Run, parts, graphs: list[dict], capture_ms: float, compare: di
             "triton": importlib.metadata.version("triton"),
             "tp": parts.tp.size,
             "dtype": str(parts.dtype).removeprefix("torch."),
+            "kernels": parts.kernels,
             **nccl(),
         },
     }

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from . import (
     accept,
+    attend,
     attention,
     commit,
     draft_input,
@@ -12,6 +13,7 @@ from . import (
     head,
     linear,
     mlp,
+    moe,
     norm,
     philox,
     prefill,
@@ -31,8 +33,10 @@ class Ops:
     linear: Callable
     qkv: Callable
     attention: Callable
+    attend: Callable
     route: Callable
     experts: Callable
+    moe: Callable
     mlp: Callable
     head: Callable
     draft_input: Callable
@@ -53,8 +57,10 @@ REFERENCE = Ops(
     linear=linear.reference,
     qkv=qkv.reference,
     attention=attention.reference,
+    attend=attend.reference,
     route=routing.reference,
     experts=experts.reference,
+    moe=moe.reference,
     mlp=mlp.reference,
     head=head.reference,
     draft_input=draft_input.reference,
@@ -75,8 +81,10 @@ FUSED = Ops(
     linear=linear.fused,
     qkv=qkv.fused,
     attention=attention.fused,
+    attend=attend.fused,
     route=routing.fused,
     experts=experts.fused,
+    moe=moe.fused,
     mlp=mlp.fused,
     head=head.fused,
     draft_input=draft_input.fused,

@@ -126,13 +126,20 @@ def fused(x, norm_weight, eps, weight, k, logits=None):
         x, norm_weight, eps, weight, logits, keys, top, total, rows, vocabulary, columns,
         LOGITS=logits is not None, KEPT=kept, **tile.constants, **tile.options,
     )  # fmt: skip
+    return finish(keys, top, total, k)
+
+
+def finish(keys, top, total, k):
+    """The best k of every row's candidates [N, C] (ordered keys), and log-sum-exp of its blocks' maxima and sums of
+    exponentials [N, blocks] -> values, ids [N, k], lse [N]."""
+    rows, blocks = top.shape
     while keys.shape[1] > HELD:
         parts, kept = triton.cdiv(keys.shape[1], HELD), min(k, HELD)
-        best = torch.empty(rows, parts * kept, dtype=torch.int64, device=x.device)
+        best = keys.new_empty(rows, parts * kept)
         _reduce[(rows, parts)](keys, best, keys.shape[1], KEPT=kept, BC=HELD, num_warps=8)
         keys = best
-    values = torch.empty(rows, k, dtype=torch.float32, device=x.device)
-    ids, lse = torch.empty(rows, k, dtype=torch.int64, device=x.device), values.new_empty(rows)
+    values = top.new_empty(rows, k)
+    ids, lse = keys.new_empty(rows, k), top.new_empty(rows)
     _finish[(rows,)](
         keys, top, total, values, ids, lse, keys.shape[1], blocks, k,
         BC=max(16, up(keys.shape[1])), BB=1024, num_warps=8,

@@ -12,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from . import attend, norm, routing
 from . import experts as moe
-from . import norm, routing
+from . import moe as block_of_experts
 from . import qkv as block
 from .activation import gated
 from .attention import slot_of
@@ -266,7 +267,16 @@ class FlashInfer:
         return wrapper
 
 
-OPERATIONS = {"linear": linear, "qkv": qkv, "mlp": mlp, "experts": experts, "attention": attention, "route": route}
+OPERATIONS = {
+    "linear": linear,
+    "qkv": qkv,
+    "mlp": mlp,
+    "experts": experts,
+    "attention": attention,
+    "route": route,
+    "attend": attend.composed(qkv, attention),
+    "moe": block_of_experts.composed(route, experts),
+}
 
 
 def specimens():

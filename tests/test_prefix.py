@@ -223,7 +223,7 @@ def test_on_the_command_line(toys, tmp_path, capsys):
 @pytest.mark.parametrize("shape", [PLAIN, CHAIN, Shape(4, 4, 16)], ids=str)
 def test_reused_rows_change_no_bit_on_a_gpu(shape):
     """The kernels for prompts, captured cycles after them. Mutants: those above."""
-    sizes = dict(max_context=1024, max_batch=1, page_size=16, prefill_chunk=128)
+    sizes = dict(max_context=1024, max_batch=1, page_size=16, prefill_chunk=128, pages=256)  # nothing has to make room
     fresh, reusing = (Engine.load(DEMO / "target", DEMO / "draft", prefix_cache=on, **sizes) for on in (False, True))
     draw, vocabulary = random.Random(5), fresh.target.head.vocabulary
     first = [draw.randrange(vocabulary) for _ in range(449)]

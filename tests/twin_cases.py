@@ -142,6 +142,56 @@ def attention(dtype, device):
         )
 
 
+def attend(
+    dtype,
+    device,
+    cases=(
+        (1, 1, 64, 4, 2, 64, 64, 1, [0], "tree", None, True),
+        (2, 5, 80, 6, 2, 20, 10, 4, [70, 7], "tree", None, False),
+        (2, 7, 64, 4, 1, 64, 64, 16, [60, 140], "tree", 20, True),
+        (1, 9, 64, 4, 4, 24, 24, 64, [33], "causal", None, False),
+    ),
+):
+    """cases: (B, T, D, heads, groups, head size, rotating lanes, page size, prefixes, kind, window, with head norms)."""
+    make = Make(dtype, device)
+    for b, t, d, h, g, dh, turned, page, prefix, kind, window, normed in cases:
+        columns = -(-(max(prefix) + t + 3) // page)
+        pages = make.pages(b, columns)
+        planes = make.planes(2, pages, page, g, dh)
+        fill(make, planes, pages, page, prefix)
+        start, node = make.ints(prefix)[:, None], torch.arange(t, device=device)
+        trees = [make.tree(t) for _ in range(b)]
+        tree = make.ints([make.path_bits(tree) for tree in trees]) if kind == "tree" else None
+        depths = [[bin(bits & (1 << 64) - 1).count("1") - 1 for bits in make.path_bits(tree)] for tree in trees]
+        positions = start + (make.ints(depths) if kind == "tree" else node)
+        weight, bias = make.weight((h + 2 * g) * dh, d), None if normed else make.floats((h + 2 * g) * dh)
+        norms = (make.gain(dh), make.gain(dh)) if normed else (None, None)
+        angles = make.floats(max(prefix) + t + 1, turned // 2, dtype=torch.float32)
+        cos_sin = torch.cat([angles.cos(), angles.sin()], 1)
+        first, sinks = (make.gain(d), make.floats(h)) if normed else (None, None)
+        yield (
+            f"{kind}{t}-{prefix[0]}-page{page}-{d}",
+            (
+                make.floats(b * t, d), first, 1e-6, weight, bias, *norms, cos_sin, positions, start + node, pages, page,
+                *planes, make.ints(prefix), tree, dh**-0.5, window, sinks,
+            ),
+        )  # fmt: skip
+
+
+def moe(dtype, device, cases=((1, 64, 16, 32, 4, True), (9, 80, 6, 48, 2, False))):
+    """cases: (rows, D, experts, width, choices, whether weights are renormalised and there is a residual)."""
+    make = Make(dtype, device)
+    for n, d, e, i, k, both in cases:
+        x = make.floats(n, d)
+        gate = make.weight(e, d)
+        matrices = make.weight(e, 2 * i, d), make.weight(e, d, i)
+        rule = Routing(k, both)
+        yield (
+            f"{n}x{d}-{e}-{i}",
+            (x, make.gain(d), 1e-6, gate, rule, None, None, *matrices, "silu", x if both else None),
+        )
+
+
 def route(dtype, device):
     make = Make(dtype, device)
     for n, d, e, rule, biased, corrected in (
@@ -381,6 +431,8 @@ CASES = {
         linear,
         qkv,
         attention,
+        attend,
+        moe,
         route,
         experts,
         mlp,

@@ -37,7 +37,7 @@ class GQA:
         """x: [N, width] (the residual itself where this block norms it); residual: [N, hidden] -> [N, hidden]."""
         keys, values = planes
         norm_weight = None if self.norm is None else self.norm.weight
-        q = self.ops.qkv(
+        y = self.ops.attend(
             x,
             norm_weight,
             self.eps,
@@ -52,8 +52,9 @@ class GQA:
             page_size,
             keys,
             values,
-        )
-        y = self.ops.attention(
-            q, keys, values, batch.pages, batch.prefix, batch.tree, page_size, self.scale, self.window
+            batch.prefix,
+            batch.tree,
+            self.scale,
+            self.window,
         )
         return self.out(y, residual)

@@ -31,14 +31,16 @@ class DenseExperts:
 
         Args:
             ops: the table of operations (kernels.Ops); x: [N, D] before its norm (norm_weight [D], eps).
-            router: callable(ops, x, norm_weight, eps) -> normed [N, D], ids [N, k], weights [N, k] fp32.
+            router: gate [E, D], rule, bias and correction [E] or None (engine.layers.moe.Router), and callable
+            (ops, x, norm_weight, eps) -> normed [N, D], ids [N, k], weights [N, k] fp32.
             residual: [N, D] or None, added last.
 
         Returns:
             [N, D].
         """
-        normed, ids, weights = router(ops, x, norm_weight, eps)
-        return ops.experts(normed, ids, weights, self.gate_up, self.down, activation, residual)
+        r, e = router, self
+        choice = (r.gate, r.rule, r.bias, r.correction)
+        return ops.moe(x, norm_weight, eps, *choice, e.gate_up, e.down, activation, residual)
 
 
 class Dense:

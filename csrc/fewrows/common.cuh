@@ -1,0 +1,174 @@
+// What the few-row kernels share: loads past L1, tensor-core products with weights as M and rows as N, a private ring of
+// asynchronous copies, dependent launch.
+//
+// Rows come in groups of kRows. Weights are the 16 rows of an mma's A, activations its 8 columns: a row's sums follow from
+// the row alone, in one order whatever rides along. Columns are dealt to the warps of a block in contiguous slices, a lane
+// takes 16 bytes of every piece of 32 columns: the mma's own order of k, permuted alike in both operands.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+namespace eagle3 {
+
+using bf16 = __nv_bfloat16;
+
+constexpr int kRows = 8;     // rows of a group: the N of an mma
+constexpr int kPiece = 32;   // columns of a piece: two mma of 16
+constexpr int kOutputs = 16; // weight rows of a tile: the M of an mma
+constexpr unsigned kAll = 0xffffffffu;
+
+// Dependent launch: what precedes `wait` reads nothing that an earlier kernel of the chain writes. `launch` lets the next
+// kernel of the stream begin; it still waits for this one's end where it calls `wait`.
+__device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Activations are read at L2: another kernel wrote them while this block may already have been resident.
+__device__ __forceinline__ uint4 load_rows(const void *p) {
+  uint4 r;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "l"(p)
+               : "memory");
+  return r;
+}
+__device__ __forceinline__ float load_float(const float *p) {
+  float r;
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(r) : "l"(p) : "memory");
+  return r;
+}
+__device__ __forceinline__ float load_bf16(const bf16 *p) {
+  uint16_t r;
+  asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(r) : "l"(p) : "memory");
+  return __uint_as_float(static_cast<uint32_t>(r) << 16);
+}
+__device__ __forceinline__ int64_t load_long(const int64_t *p) {
+  int64_t r;
+  asm volatile("ld.relaxed.gpu.global.s64 %0, [%1];" : "=l"(r) : "l"(p) : "memory");
+  return r;
+}
+// Weights are read once and never written while a cycle runs.
+__device__ __forceinline__ uint4 load_weights(const void *p) {
+  uint4 r;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "l"(p));
+  return r;
+}
+
+// 16 bytes into shared memory; zeros where `inside` is false, and then nothing is read.
+__device__ __forceinline__ void copy_async(void *shared, const void *global, bool inside) {
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const int bytes = inside ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ __forceinline__ float low(uint32_t v) { return __uint_as_float(v << 16); }
+__device__ __forceinline__ float high(uint32_t v) { return __uint_as_float(v & 0xffff0000u); }
+__device__ __forceinline__ uint32_t pack(float a, float b) {
+  const __nv_bfloat162 v = __floats2bfloat162_rn(a, b);
+  return *reinterpret_cast<const uint32_t *>(&v);
+}
+__device__ __forceinline__ float rounded(float v) { return __bfloat162float(__float2bfloat16(v)); }
+__device__ __forceinline__ float silu(float v) { return v / (1.f + __expf(-v)); }
+
+// c[16, 8] += a[16, 16] b[16, 8]. Lane (g, t) = (lane / 4, lane % 4) holds c at (g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1).
+__device__ __forceinline__ void mma(float4 &c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+               : "+f"(c.x), "+f"(c.y), "+f"(c.z), "+f"(c.w)
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// A piece: rows g and g+8 of A, column g of B, 16 bytes each.
+__device__ __forceinline__ void mma_piece(float4 &c, const uint4 &top, const uint4 &bottom, const uint4 &b) {
+  mma(c, top.x, bottom.x, top.y, bottom.y, b.x, b.y);
+  mma(c, top.z, bottom.z, top.w, bottom.w, b.z, b.w);
+}
+__device__ __forceinline__ float4 add(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+
+// Each thread's own ring of `kUnits` units of `kLoads` 16-byte loads: shared memory used as more registers. Nobody else
+// reads a thread's slots, so waiting for its own copies is all the synchronisation there is.
+template <int kUnits, int kLoads>
+struct Ring {
+  uint4 *own;
+  int threads;
+  __device__ __forceinline__ Ring(void *shared) : own(static_cast<uint4 *>(shared) + threadIdx.x), threads(blockDim.x) {}
+  __device__ __forceinline__ uint4 *slot(int unit, int load) { return own + (unit % kUnits * kLoads + load) * threads; }
+};
+
+// Reads columns of row `row` of a group (8 consecutive ones a piece and lane) into B operands; rows past the last are zeros.
+template <int kPieces>
+__device__ __forceinline__ void load_group(uint4 (&b)[kPieces], const bf16 *x, bool live) {
+#pragma unroll
+  for (int i = 0; i < kPieces; i++) b[i] = live ? load_rows(x + i * kPiece) : make_uint4(0, 0, 0, 0);
+}
+
+// RMS norm of the block's row group in place: one rounding, sums in one order. gamma: [K] in shared memory, at the
+// thread's first column; partial: [warps][kRows] scratch. All threads of the block call it.
+template <int kPieces>
+__device__ __forceinline__ void norm_group(uint4 (&b)[kPieces], const bf16 *gamma, float *partial, int columns, float eps) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < kPieces; i++) {
+    const uint32_t *q = reinterpret_cast<const uint32_t *>(&b[i]);
+#pragma unroll
+    for (int j = 0; j < 4; j++) sum = fmaf(high(q[j]), high(q[j]), fmaf(low(q[j]), low(q[j]), sum));
+  }
+  sum += __shfl_xor_sync(kAll, sum, 1);
+  sum += __shfl_xor_sync(kAll, sum, 2);
+  if ((lane & 3) == 0) partial[warp * kRows + (lane >> 2)] = sum;
+  __syncthreads();
+  float total = 0.f;
+  for (int w = 0; w < warps; w++) total += partial[w * kRows + (lane >> 2)];
+  const float scale = rsqrtf(total / columns + eps);
+#pragma unroll
+  for (int i = 0; i < kPieces; i++) {
+    uint32_t *q = reinterpret_cast<uint32_t *>(&b[i]);
+    const uint4 gains = *reinterpret_cast<const uint4 *>(gamma + i * kPiece);
+    const uint32_t *gain = reinterpret_cast<const uint32_t *>(&gains);
+#pragma unroll
+    for (int j = 0; j < 4; j++) q[j] = pack(low(q[j]) * scale * low(gain[j]), high(q[j]) * scale * high(gain[j]));
+  }
+}
+
+// Sum of the warps' partial tiles in ascending order; `red`: [warps][32] of this tile.
+__device__ __forceinline__ float4 sum_warps(const float4 *red) {
+  const int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+  float4 total = red[lane];
+  for (int w = 1; w < warps; w++) total = add(total, red[w * 32 + lane]);
+  return total;
+}
+
+// Launch with dependent launch allowed, so that the kernel's beginning overlaps its predecessor's end.
+template <class... Parameters, class... Arguments>
+inline cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared, cudaStream_t stream,
+                          int cluster, Arguments... arguments) {
+  if (shared > 48 * 1024) {
+    const cudaError_t e =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+    if (e != cudaSuccess) return e;
+  }
+  // one carve-out for all: a multiprocessor must drain before it changes its own
+  cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  config.attrs = attributes;
+  config.numAttrs = cluster > 1 ? 2 : 1;
+  return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+}
+
+} // namespace eagle3

@@ -1,0 +1,373 @@
+// A mixture-of-experts block of few rows: norm and router, gate and up of every expert that a group of rows chose, down with
+// the weighted sum and the residual. All rows of a group pass through each of its experts; a row takes what is its own.
+//
+// The experts of a group are listed in ascending order, so a row adds its own in ascending order whatever rows ride along.
+#pragma once
+
+#include "common.cuh"
+
+namespace eagle3 {
+
+constexpr int kExperts = 512; // at most
+constexpr int kDownUnits = 2; // experts in flight: leaves room for the kernels before and after
+constexpr int kChosen = 64;   // experts of a group, at most: 8 rows of 8 choices
+
+struct Experts {
+  const bf16 *x;        // [rows, columns] residual stream
+  const bf16 *gamma;    // [columns]
+  const bf16 *router;   // [experts, columns]
+  const bf16 *gate_up;  // [experts, 2 * width, columns], gates first
+  const bf16 *down;     // [experts, columns, width]
+  float *logits;        // [groups * 8, experts] scratch
+  unsigned *arrivals;   // [1], zero between passes
+  bf16 *hidden;         // [groups, 64, 8, width] scratch
+  const bf16 *residual; // [rows, columns] or null
+  bf16 *y;              // [rows, columns]
+  const char *next;     // weights that will be read soon after, or null: a part of them is brought into L2
+  size_t next_bytes;
+  float eps;
+  int rows, columns, width, experts, choices, renormalise;
+};
+
+// Router logits of one group: block e, e + gridDim.x, … does expert e. b: the group's normed rows as B operands.
+template <int kPieces>
+__device__ __forceinline__ void route_group(const Experts &p, const uint4 (&b)[kPieces], uint4 (&w)[kPieces], int column,
+                                            float *partial) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+  for (int e = blockIdx.x; e < p.experts; e += gridDim.x) {
+    if (e != static_cast<int>(blockIdx.x)) {
+#pragma unroll
+      for (int i = 0; i < kPieces; i++) w[i] = load_weights(p.router + static_cast<size_t>(e) * p.columns + column + i * kPiece);
+    }
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < kPieces; i++) {
+      const uint32_t *a = reinterpret_cast<const uint32_t *>(&w[i]), *x = reinterpret_cast<const uint32_t *>(&b[i]);
+#pragma unroll
+      for (int j = 0; j < 4; j++) sum = fmaf(high(a[j]), high(x[j]), fmaf(low(a[j]), low(x[j]), sum));
+    }
+    sum += __shfl_xor_sync(kAll, sum, 1);
+    sum += __shfl_xor_sync(kAll, sum, 2);
+    __syncthreads(); // partial is free again
+    if ((lane & 3) == 0) partial[warp * kRows + (lane >> 2)] = sum;
+    __syncthreads();
+    if (threadIdx.x < kRows) {
+      float total = 0.f;
+      for (int w2 = 0; w2 < warps; w2++) total += partial[w2 * kRows + threadIdx.x];
+      p.logits[(static_cast<size_t>(blockIdx.y) * kRows + threadIdx.x) * p.experts + e] = total;
+    }
+  }
+}
+
+// Unsigned keys that sort like the values; 0 is below all of them.
+__device__ __forceinline__ uint32_t ordered(float v) {
+  const uint32_t raw = __float_as_uint(v == 0.f ? 0.f : v); // -0 equals 0
+  return raw & 0x80000000u ? ~raw : raw | 0x80000000u;
+}
+__device__ __forceinline__ float value_of(uint32_t key) {
+  return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
+}
+
+// The choice of one row by one warp: the best `choices` logits, lower ids first among equals, weights by softmax. Writes
+// weight[e] for chosen experts; the others keep what they hold (-1).
+__device__ __forceinline__ void choose(const Experts &p, int row, float *weight) {
+  const int lane = threadIdx.x & 31;
+  const float *logits = p.logits + (static_cast<size_t>(blockIdx.y) * kRows + row) * p.experts;
+  constexpr int kMany = kExperts / 32;
+  uint32_t key[kMany], most = 0;
+#pragma unroll
+  for (int j = 0; j < kMany; j++) {
+    const int e = j * 32 + lane;
+    float value = e < p.experts ? load_float(logits + e) : 0.f;
+    if (!(value == value)) value = -INFINITY; // a row of NaN still chooses experts that exist
+    key[j] = e < p.experts ? ordered(value) : 0;
+    most = max(most, key[j]);
+  }
+  const float top = value_of(__reduce_max_sync(kAll, most));
+  float all = 0.f;
+  if (!p.renormalise) {
+#pragma unroll
+    for (int j = 0; j < kMany; j++) all += key[j] ? __expf(value_of(key[j]) - top) : 0.f;
+    for (int o = 16; o; o >>= 1) all += __shfl_xor_sync(kAll, all, o);
+  }
+  uint32_t best_key = 0;
+  int best_id = -1;
+  for (int k = 0; k < p.choices; k++) {
+    most = 0;
+#pragma unroll
+    for (int j = 0; j < kMany; j++) most = max(most, key[j]);
+    const uint32_t found = __reduce_max_sync(kAll, most);
+    unsigned id = 0xffffffffu;
+#pragma unroll
+    for (int j = kMany - 1; j >= 0; j--)
+      if (key[j] == found) id = j * 32 + lane;
+    id = __reduce_min_sync(kAll, id);
+#pragma unroll
+    for (int j = 0; j < kMany; j++)
+      if (static_cast<unsigned>(j * 32 + lane) == id) key[j] = 0;
+    if (lane == k) best_key = found, best_id = static_cast<int>(id);
+  }
+  const float raised = lane < p.choices ? __expf(value_of(best_key) - top) : 0.f;
+  float sum = raised;
+  for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(kAll, sum, o);
+  if (lane < p.choices) weight[best_id] = raised / (p.renormalise ? sum : all);
+}
+
+// weight [8][experts] of the group's rows (-1: not chosen), list of its experts in ascending order; returns their number.
+// All threads call it; the block has at least 8 warps or takes its rows in turns.
+__device__ __forceinline__ int choose_group(const Experts &p, float *weight, int *list, int *count) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+  const int live = min(kRows, p.rows - static_cast<int>(blockIdx.y) * kRows);
+  for (int i = threadIdx.x; i < kRows * p.experts; i += blockDim.x) weight[i] = -1.f;
+  __syncthreads();
+  for (int r = warp; r < live; r += warps) choose(p, r, weight + r * p.experts);
+  __syncthreads();
+  if (warp == 0) {
+    int base = 0;
+    for (int e0 = 0; e0 < p.experts; e0 += 32) {
+      const int e = e0 + lane;
+      bool any = false;
+      if (e < p.experts)
+        for (int r = 0; r < live; r++) any |= weight[r * p.experts + e] >= 0.f;
+      const unsigned mask = __ballot_sync(kAll, any);
+      if (any) list[base + __popc(mask & ((1u << lane) - 1))] = e;
+      base += __popc(mask);
+    }
+    if (lane == 0) *count = base;
+  }
+  __syncthreads();
+  return *count;
+}
+
+// Bring a block's share of [from, from + bytes) into L2.
+__device__ __forceinline__ void prefetch_share(const char *from, size_t bytes) {
+  if (!from || threadIdx.x >= 32) return;
+  const size_t share = (bytes / (gridDim.x * 32)) & ~static_cast<size_t>(127);
+  const char *p = from + (static_cast<size_t>(blockIdx.x) * 32 + threadIdx.x) * share;
+  for (size_t at = 0; at < share; at += 4096) {
+    const uint32_t size = static_cast<uint32_t>(share - at < 4096 ? share - at : 4096);
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p + at), "r"(size) : "memory");
+  }
+}
+
+// Router alone: for more groups than blocks that are sure to be resident at once.
+template <int kPieces>
+__global__ void __launch_bounds__(256, 2) router(Experts p) {
+  __shared__ float partial[8 * kRows];
+  __shared__ uint4 gains[32 * kPieces];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2;
+  const int column = warp * kPieces * kPiece + (lane & 3) * 8, row = blockIdx.y * kRows + g;
+  uint4 w[kPieces], b[kPieces];
+#pragma unroll
+  for (int i = 0; i < kPieces; i++)
+    w[i] = load_weights(p.router + static_cast<size_t>(min(static_cast<int>(blockIdx.x), p.experts - 1)) * p.columns + column + i * kPiece);
+  for (int i = threadIdx.x; i < p.columns / 8; i += 256) gains[i] = load_weights(p.gamma + i * 8);
+  wait_for_predecessor();
+  launch_dependents();
+  load_group(b, p.x + static_cast<size_t>(row) * p.columns + column, row < p.rows);
+  __syncthreads();
+  norm_group(b, reinterpret_cast<const bf16 *>(gains) + column, partial, p.columns, p.eps);
+  route_group(p, b, w, column, partial);
+}
+
+// Gate, up and activation. With kRoute the blocks compute the router's logits first and wait for one another: all of them
+// are resident at once (gridDim.y is 1 and gridDim.x at most the number of multiprocessors).
+template <int kPieces, bool kRoute>
+__global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
+  constexpr int kQ = kPieces < 4 ? kPieces : 4, kUnits = 3, kParts = kPieces / kQ;
+  extern __shared__ uint4 ring_memory[];
+  __shared__ float4 red[2][256];
+  __shared__ float partial[8 * kRows];
+  __shared__ uint4 gains[32 * kPieces];
+  __shared__ int list[kChosen], count;
+  Ring<kUnits, 2 * kQ> ring(ring_memory);
+  float *weight = reinterpret_cast<float *>(ring_memory + kUnits * 2 * kQ * 256);
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2;
+  const int column = warp * kPieces * kPiece + (lane & 3) * 8, row = blockIdx.y * kRows + g;
+  uint4 w[kPieces], b[kPieces];
+  if (kRoute) {
+#pragma unroll
+    for (int i = 0; i < kPieces; i++)
+      w[i] = load_weights(p.router + static_cast<size_t>(min(static_cast<int>(blockIdx.x), p.experts - 1)) * p.columns + column + i * kPiece);
+  }
+  for (int i = threadIdx.x; i < p.columns / 8; i += 256) gains[i] = load_weights(p.gamma + i * 8);
+  wait_for_predecessor();
+  load_group(b, p.x + static_cast<size_t>(row) * p.columns + column, row < p.rows);
+  prefetch_share(p.next, p.next_bytes);
+  __syncthreads();
+  norm_group(b, reinterpret_cast<const bf16 *>(gains) + column, partial, p.columns, p.eps);
+  if (kRoute) {
+    route_group(p, b, w, column, partial);
+    if (threadIdx.x < 32) {
+      __threadfence();
+      __syncwarp();
+      if (threadIdx.x == 0) {
+        unsigned seen;
+        asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p.arrivals) : "memory");
+        do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(p.arrivals) : "memory");
+        while (seen < gridDim.x);
+      }
+    }
+    __syncthreads();
+  }
+  launch_dependents(); // the next kernel reads the logits before it waits: they are complete now
+  const int chosen = choose_group(p, weight, list, &count);
+  const int pairs = chosen * p.width;
+  const int first = static_cast<int>(static_cast<int64_t>(pairs) * blockIdx.x / gridDim.x);
+  const int last = static_cast<int>(static_cast<int64_t>(pairs) * (blockIdx.x + 1) / gridDim.x);
+  const int tiles = (last - first + 7) / 8, units = tiles * kParts;
+  const size_t up = static_cast<size_t>(p.width) * p.columns;
+  auto fetch = [&](int unit) {
+    if (unit < units) {
+      const int pair = first + unit / kParts * 8 + g;
+      const bool live = pair < last;
+      const int u = live ? pair / p.width : 0, i = live ? pair - u * p.width : 0;
+      const bf16 *from = p.gate_up + (static_cast<size_t>(list[u]) * 2 * p.width + i) * p.columns + column + unit % kParts * kQ * kPiece;
+#pragma unroll
+      for (int q = 0; q < kQ; q++) {
+        copy_async(ring.slot(unit, 2 * q), from + q * kPiece, live);
+        copy_async(ring.slot(unit, 2 * q + 1), from + up + q * kPiece, live);
+      }
+    }
+    commit_copies();
+  };
+#pragma unroll
+  for (int u = 0; u < kUnits; u++) fetch(u);
+  for (int tile = 0; tile < tiles; tile++) {
+    float4 c = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int part = 0; part < kParts; part++) {
+      const int unit = tile * kParts + part;
+      wait_copies<kUnits - 1>();
+#pragma unroll
+      for (int q = 0; q < kQ; q++) mma_piece(c, *ring.slot(unit, 2 * q), *ring.slot(unit, 2 * q + 1), b[part * kQ + q]);
+      fetch(unit + kUnits);
+    }
+    red[tile & 1][threadIdx.x] = c;
+    __syncthreads();
+    if (warp == (tile & 7)) {
+      const float4 sum = sum_warps(red[tile & 1]);
+      const int pair = first + tile * 8 + g, r = 2 * (lane & 3);
+      if (pair < last) {
+        const int u = pair / p.width, i = pair - u * p.width, e = list[u];
+        bf16 *to = p.hidden + ((static_cast<size_t>(blockIdx.y) * kChosen + u) * kRows + r) * p.width + i;
+        if (weight[r * p.experts + e] >= 0.f) to[0] = __float2bfloat16(silu(sum.x) * sum.z);
+        if (weight[(r + 1) * p.experts + e] >= 0.f) to[p.width] = __float2bfloat16(silu(sum.y) * sum.w);
+      }
+    }
+  }
+}
+
+// Down, weighted sum, residual: block x does 16 outputs; each warp a slice of every expert's width.
+template <int kThreads, int kPieces>
+__global__ void __launch_bounds__(kThreads, 2) combine_down(Experts p) {
+  constexpr int kUnits = kDownUnits;
+  extern __shared__ uint4 ring_memory[];
+  __shared__ float4 red[kThreads];
+  __shared__ int list[kChosen], count;
+  Ring<kUnits, 3 * kPieces> ring(ring_memory);
+  float *weight = reinterpret_cast<float *>(ring_memory + kUnits * 3 * kPieces * kThreads);
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2;
+  const int column = warp * kPieces * kPiece + (lane & 3) * 8, r = 2 * (lane & 3);
+  const int chosen = choose_group(p, weight, list, &count); // the logits are older than the kernel before this one
+  const int out = blockIdx.x * kOutputs + g;
+  const bool has_top = out < p.columns, has_bottom = out + 8 < p.columns;
+  auto weights = [&](int u) {
+    if (u >= chosen) return;
+    const bf16 *from = p.down + (static_cast<size_t>(list[u]) * p.columns + (has_top ? out : 0)) * p.width + column;
+#pragma unroll
+    for (int i = 0; i < kPieces; i++) {
+      copy_async(ring.slot(u, 3 * i), from + i * kPiece, has_top);
+      copy_async(ring.slot(u, 3 * i + 1), from + (has_bottom ? 8 * p.width : 0) + i * kPiece, has_bottom);
+    }
+  };
+  auto rows = [&](int u) {
+    if (u >= chosen) return;
+    const bool own = weight[g * p.experts + list[u]] >= 0.f;
+    const bf16 *from = p.hidden + ((static_cast<size_t>(blockIdx.y) * kChosen + u) * kRows + g) * p.width + column;
+#pragma unroll
+    for (int i = 0; i < kPieces; i++) copy_async(ring.slot(u, 3 * i + 2), from + i * kPiece, own);
+  };
+#pragma unroll
+  for (int u = 0; u < kUnits; u++) {
+    weights(u);
+    commit_copies();
+  }
+  wait_for_predecessor();
+  launch_dependents();
+  if (p.arrivals && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *p.arrivals = 0;
+#pragma unroll
+  for (int u = 0; u < kUnits; u++) {
+    rows(u);
+    commit_copies();
+  }
+  float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+  for (int u = 0; u < chosen; u++) {
+    wait_copies<kUnits - 1>();
+    float4 c = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int i = 0; i < kPieces; i++) mma_piece(c, *ring.slot(u, 3 * i), *ring.slot(u, 3 * i + 1), *ring.slot(u, 3 * i + 2));
+    const float w0 = weight[r * p.experts + list[u]], w1 = weight[(r + 1) * p.experts + list[u]];
+    if (w0 >= 0.f) total.x = fmaf(w0, c.x, total.x), total.z = fmaf(w0, c.z, total.z);
+    if (w1 >= 0.f) total.y = fmaf(w1, c.y, total.y), total.w = fmaf(w1, c.w, total.w);
+    weights(u + kUnits);
+    rows(u + kUnits);
+    commit_copies();
+  }
+  red[threadIdx.x] = total;
+  __syncthreads();
+  if (warp != 0) return;
+  const float4 sum = sum_warps(red);
+  const float values[2][2] = {{sum.x, sum.y}, {sum.z, sum.w}};
+#pragma unroll
+  for (int half = 0; half < 2; half++)
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const int row = blockIdx.y * kRows + r + j, o = out + 8 * half;
+      if (row >= p.rows || o >= p.columns) continue;
+      const size_t at = static_cast<size_t>(row) * p.columns + o;
+      p.y[at] = __float2bfloat16(values[half][j] + (p.residual ? load_bf16(p.residual + at) : 0.f));
+    }
+}
+
+template <int kPieces>
+inline cudaError_t launch_gate_up(const Experts &p, int blocks, cudaStream_t stream) {
+  constexpr int kQ = kPieces < 4 ? kPieces : 4;
+  const int groups = (p.rows + kRows - 1) / kRows;
+  const size_t shared = static_cast<size_t>(3) * 2 * kQ * 16 * 256 + static_cast<size_t>(kRows) * p.experts * 4;
+  if (groups == 1) return launch(gate_up<kPieces, true>, dim3(blocks), 256, shared, stream, 1, p);
+  const cudaError_t e = launch(router<kPieces>, dim3(p.experts < blocks ? p.experts : blocks, groups), 256, 0, stream, 1, p);
+  if (e != cudaSuccess) return e;
+  return launch(gate_up<kPieces, false>, dim3(blocks, groups), 256, shared, stream, 1, p);
+}
+
+template <int kThreads, int kPieces>
+inline cudaError_t launch_down(const Experts &p, cudaStream_t stream) {
+  const dim3 grid((p.columns + kOutputs - 1) / kOutputs, (p.rows + kRows - 1) / kRows);
+  const size_t shared = static_cast<size_t>(kDownUnits) * 3 * kPieces * 16 * kThreads + static_cast<size_t>(kRows) * p.experts * 4;
+  return launch(combine_down<kThreads, kPieces>, grid, kThreads, shared, stream, 1, p);
+}
+
+inline cudaError_t experts(const Experts &p, int blocks, cudaStream_t stream) {
+  if (p.experts > kExperts || p.choices > 8 || p.choices > p.experts) return cudaErrorInvalidValue;
+  cudaError_t e = cudaErrorInvalidValue;
+  switch (p.columns) {
+  case 256: e = launch_gate_up<1>(p, blocks, stream); break;
+  case 512: e = launch_gate_up<2>(p, blocks, stream); break;
+  case 1024: e = launch_gate_up<4>(p, blocks, stream); break;
+  case 2048: e = launch_gate_up<8>(p, blocks, stream); break;
+  default: break;
+  }
+  if (e != cudaSuccess) return e;
+  switch (p.width) {
+  case 64: return launch_down<64, 1>(p, stream);
+  case 128: return launch_down<128, 1>(p, stream);
+  case 256: return launch_down<256, 1>(p, stream);
+  case 512: return launch_down<256, 2>(p, stream);
+  case 768: return launch_down<384, 2>(p, stream);
+  case 1024: return launch_down<256, 4>(p, stream);
+  default: return cudaErrorInvalidValue;
+  }
+}
+
+} // namespace eagle3

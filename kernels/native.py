@@ -1,0 +1,236 @@
+"""CUDA C++ kernels for few rows (csrc/fewrows): built with nvcc at first use, called through ctypes.
+
+`table` gives the operations of an engine whose dtype is bfloat16 on a GPU of compute capability 9.0 or more. Which
+kernel serves a matrix follows from its sizes, never from how many rows ride along (design.md, law 1); sizes that no
+kernel is built for keep their Triton twin.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from . import attend, head, linear, mlp, moe
+from .routing import Routing
+from .tile import groups
+
+ABI = 2
+CAPABILITY = (9, 0)
+WITH_NORM = (64, 128, 256, 512, 768, 1024, 2048, 4096)  # columns of a projection whose norm is fused (project.cuh)
+LONG = 512  # longer rows without a norm: multiples of this
+HIDDEN, WIDTHS = (256, 512, 1024, 2048), (64, 128, 256, 512, 768, 1024)  # of an expert block (experts.cuh)
+HEADS = (256, 512, 1024, 2048, 4096)  # columns of an output head (head.cuh)
+MOST_EXPERTS, MOST_CHOICES, CHOSEN = 512, 8, 64
+SHARES = (1, 2, 4, 8)  # query heads a key head serves (attention.cuh)
+
+
+class Unavailable(Exception):
+    """Why there are no native kernels here, in one line."""
+
+
+def _structure(name, **fields):
+    kinds = {"p": ctypes.c_void_p, "f": ctypes.c_float, "i": ctypes.c_int, "z": ctypes.c_size_t}
+    listed = [(field, kinds[kind]) for kind, names in fields.items() for field in names.split()]
+    return type(name, (ctypes.Structure,), {"_fields_": listed})
+
+
+# the structs of csrc/fewrows, field by field
+Projection = _structure("Projection", p="x gamma weight bias residual y", f="eps", i="rows outputs columns")
+Attention = _structure(
+    "Attention",
+    p="projected q_gain k_gain cos_sin positions index pages prefix tree sinks keys values y",
+    f="eps scale",
+    i="t heads groups turned columns table page window",
+)
+Vocabulary = _structure("Vocabulary", p="x gamma weight logits keys tops sums", f="eps", i="rows vocabulary columns")
+Experts = _structure(
+    "Experts",
+    p="x gamma router gate_up down logits arrivals hidden residual y next",
+    z="next_bytes",
+    f="eps",
+    i="rows columns width experts choices renormalise",
+)
+
+
+def sources():
+    """The folder of the CUDA sources: beside this package in a checkout, inside it where it is installed."""
+    own = Path(__file__).parent
+    return next(path for path in (own / "csrc", own.parent / "csrc") if (path / "binding.cu").is_file())
+
+
+def build(folder=None, announce=None):
+    """Compile the library for CAPABILITY, or find it compiled. Raises Unavailable (no nvcc, a compiler's error).
+
+    Args:
+        folder: where compiled libraries are kept; default: the user's cache.
+        announce: callable(line) or None, told when the compiler has to run.
+
+    Returns:
+        its path; the name holds a hash of the sources and the compiler's version, so nothing stale is found.
+    """
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        raise Unavailable("nvcc is not on the PATH")
+    here = sources()
+    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
+    digest = hashlib.sha256(version.encode())
+    for file in sorted(here.rglob("*.cu*")):
+        digest.update(file.read_bytes())
+    folder = Path(folder) if folder else Path.home() / ".cache" / "eagle3-engine"
+    path = folder / f"libeagle3-{digest.hexdigest()[:16]}.so"
+    if path.is_file():
+        return path
+    if announce:
+        announce("compiling the CUDA C++ kernels, once for this version (about a minute)")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = Path(scratch) / path.name
+            command = [nvcc, "-std=c++17", "-O3", "-arch=sm_90", "-shared", "-Xcompiler", "-fPIC", "-o", str(made)]
+            done = subprocess.run([*command, str(here / "binding.cu")], capture_output=True, text=True, check=False)
+            if done.returncode:
+                error = next((line for line in done.stderr.splitlines() if "error" in line), "no message")
+                raise Unavailable(f"nvcc could not compile csrc: {error}")
+            os.replace(made, path)  # whole or not at all, also where several processes build at once
+    except OSError as error:
+        raise Unavailable(f"{folder}: {error.strerror}") from None
+    return path
+
+
+class Library:
+    """The compiled library on one device; every call launches on the current stream.
+
+    Raises Unavailable where it cannot be loaded or holds no code for this GPU.
+    """
+
+    def __init__(self, path, device):
+        try:
+            self._library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise Unavailable(f"{path}: {error}") from None
+        found = self._library.eagle3_abi_version()
+        if found != ABI:
+            raise Unavailable(f"{path}: version {found} of its interface, expected {ABI}")
+        probe = torch.zeros(1, dtype=torch.int32, device=device)
+        status = self._library.eagle3_abi_probe(ctypes.c_void_p(probe.data_ptr()), self._stream())
+        if status or int(probe) != ABI:
+            raise Unavailable(f"{path}: no code for this GPU (CUDA error {status})")
+        self.blocks = torch.cuda.get_device_properties(device).multi_processor_count
+        self.arrivals = torch.zeros(1, dtype=torch.int32, device=device)  # experts.cuh: zero between passes
+
+    @staticmethod
+    def _stream():
+        return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+
+    def call(self, name, structure, *numbers, **fields):
+        """Launch entry point `name`; tensors stand for their pointers, None for null. Raises RuntimeError."""
+        values = {k: v.data_ptr() if isinstance(v, torch.Tensor) else v for k, v in fields.items()}
+        status = getattr(self._library, name)(ctypes.byref(structure(**values)), *numbers, self._stream())
+        if status:
+            raise RuntimeError(f"{name}: CUDA error {status}")
+
+    # ------------------------------------------------------------------ operations
+    def project(self, x, gamma, eps, weight, bias, residual, gated=False):
+        """norm(x) W^T + bias + residual, or act(gate) * up of the two halves' products."""
+        rows, columns = x.shape
+        outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+        y = x.new_empty(rows, outputs)
+        x, residual = x.contiguous(), None if residual is None else residual.contiguous()
+        fields = dict(x=x, gamma=gamma, weight=weight, bias=bias, residual=residual, y=y)
+        sizes = dict(eps=eps, rows=rows, outputs=outputs, columns=columns)
+        self.call("eagle3_project", Projection, int(gated), self.blocks, **fields, **sizes)
+        return y
+
+    def linear(self, x, weight, bias=None, residual=None):
+        """The twin of linear.reference."""
+        if not _projects(x.shape[1], False):
+            return linear.fused(x, weight, bias, residual)
+        return self.project(x, None, 0.0, weight, bias, residual)
+
+    def mlp(self, x, norm_weight, eps, gate_up, down, activation, residual=None):
+        """The twin of mlp.reference."""
+        if activation != "silu" or not (_projects(x.shape[1], True) and _projects(down.shape[1], False)):
+            return mlp.fused(x, norm_weight, eps, gate_up, down, activation, residual)
+        hidden = self.project(x, norm_weight, eps, gate_up, None, None, gated=True)
+        return self.project(hidden, None, 0.0, down, None, residual)
+
+    def attend(
+        self, x, norm_weight, eps, weight, bias, q_norm, k_norm, cos_sin, positions, index, pages, page_size,
+        k_plane, v_plane, prefix, tree, scale, window=None, sinks=None,
+    ):  # fmt: skip
+        """The twin of attend.reference."""
+        (b, t), (_, g, width), turned = positions.shape, k_plane.shape, cos_sin.shape[1]
+        heads = weight.shape[0] // width - 2 * g
+        fits = width in (64, 128) and heads // g in SHARES and turned % 64 == 0 and v_plane.shape[2] == width
+        if t > 64 or not fits or not _projects(x.shape[1], norm_weight is not None):
+            return attend.fused(
+                x, norm_weight, eps, weight, bias, q_norm, k_norm, cos_sin, positions, index, pages, page_size,
+                k_plane, v_plane, prefix, tree, scale, window, sinks,
+            )  # fmt: skip
+        projected = self.project(x, norm_weight, eps, weight, bias, None)
+        y = x.new_empty(b * t, heads * width)
+        tree = None if tree is None else tree.contiguous()
+        self.call(
+            "eagle3_attention", Attention, width, b,
+            projected=projected, q_gain=q_norm, k_gain=k_norm, cos_sin=cos_sin, positions=positions.contiguous(),
+            index=index.contiguous(), pages=pages, prefix=prefix.contiguous(), tree=tree, sinks=sinks,
+            keys=k_plane, values=v_plane, y=y, eps=eps, scale=scale * 1.4426950408889634, t=t, heads=heads, groups=g,
+            turned=turned, columns=pages.shape[1], table=pages.stride(0), page=page_size, window=window or 0,
+        )  # fmt: skip
+        return y
+
+    def moe(self, x, norm_weight, eps, gate, rule, bias, correction, gate_up, down, activation, residual):
+        """The twin of moe.reference."""
+        (experts, columns, width), rows = down.shape, x.shape[0]
+        fits = columns in HIDDEN and width in WIDTHS and experts <= MOST_EXPERTS and activation == "silu"
+        plain = rule == Routing(min(rule.top_k, MOST_CHOICES), rule.renormalise) and bias is None and correction is None
+        if not (fits and plain):
+            return moe.fused(x, norm_weight, eps, gate, rule, bias, correction, gate_up, down, activation, residual)
+        tiles, x = groups(rows), x.contiguous()
+        y = torch.empty_like(x)
+        self.call(
+            "eagle3_experts", Experts, self.blocks,
+            x=x, gamma=norm_weight, router=gate, gate_up=gate_up, down=down,
+            logits=x.new_empty(tiles * 8, experts, dtype=torch.float32), arrivals=self.arrivals,
+            residual=None if residual is None else residual.contiguous(),
+            hidden=x.new_empty(tiles, CHOSEN, 8, width), y=y, eps=eps, rows=rows, columns=columns, width=width,
+            experts=experts, choices=rule.top_k, renormalise=int(rule.renormalise),
+        )  # fmt: skip
+        return y
+
+    def head(self, x, norm_weight, eps, weight, k, logits=None):
+        """The twin of head.reference; more than the best one is chosen by the Triton kernels."""
+        (rows, columns), vocabulary = x.shape, weight.shape[0]
+        if k != 1 or columns not in HEADS:
+            return head.fused(x, norm_weight, eps, weight, k, logits)
+        keys = torch.empty(rows, self.blocks, dtype=torch.int64, device=x.device)
+        tops, sums = (torch.empty(rows, self.blocks, dtype=torch.float32, device=x.device) for _ in range(2))
+        self.call(
+            "eagle3_head", Vocabulary, self.blocks, x=x.contiguous(), gamma=norm_weight, weight=weight, logits=logits,
+            keys=keys, tops=tops, sums=sums, eps=eps, rows=rows, vocabulary=vocabulary, columns=columns,
+        )  # fmt: skip
+        return head.finish(keys, tops, sums, 1)
+
+
+def _projects(columns, norm):
+    return columns in WITH_NORM or (not norm and columns % LONG == 0)
+
+
+def table(base, device, announce=None):
+    """Operations of `base` (kernels.FUSED) with the native ones in their place. Raises Unavailable.
+
+    announce: as `build` takes it.
+    """
+    if torch.cuda.get_device_capability(device) < CAPABILITY:
+        major, minor = torch.cuda.get_device_capability(device)
+        raise Unavailable(f"compute capability {major}.{minor}; the kernels need {CAPABILITY[0]}.{CAPABILITY[1]}")
+    library = Library(build(announce=announce), device)
+    names = ("linear", "mlp", "attend", "moe", "head")
+    return replace(base, **{name: functools.partial(getattr(Library, name), library) for name in names})

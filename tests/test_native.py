@@ -1,0 +1,94 @@
+"""The CUDA C++ kernels for few rows, which need a GPU: each against its reference at real sizes; law 1 to the bit."""
+
+import pytest
+import torch
+from test_twins import compare, copies
+from twin_cases import CASES, Make, attend, moe
+
+from kernels import FUSED, native
+
+pytestmark = pytest.mark.gpu
+
+B16 = torch.bfloat16
+ROWS = (1, 2, 5, 8, 9, 24, 64)
+ATTEND = (
+    (1, 1, 2048, 32, 4, 128, 128, 64, [512], "tree", None, True),
+    (2, 4, 2048, 32, 4, 128, 128, 16, [511, 60], "tree", None, True),
+    (1, 64, 512, 8, 2, 64, 64, 16, [100], "tree", None, True),
+    (3, 9, 4096, 32, 8, 128, 128, 64, [700, 0, 63], "causal", None, False),
+    (2, 6, 256, 4, 4, 64, 64, 16, [200, 130], "tree", 90, True),
+    (1, 3, 256, 8, 4, 128, 64, 16, [1000], "tree", None, True),
+)
+MOE = (
+    (1, 2048, 128, 768, 8, True),
+    (5, 2048, 128, 768, 8, False),
+    (24, 2048, 128, 768, 8, True),
+    (3, 256, 16, 64, 4, True),
+)
+
+
+@pytest.fixture(scope="module")
+def table():
+    return native.table(FUSED, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("op", ["linear", "mlp", "head", "attend", "moe"])
+def test_twin_at_small_sizes(table, op):
+    for name, arguments in CASES[op](B16, "cuda"):
+        compare(table, op, name, arguments, B16)
+
+
+def test_attend_at_real_sizes(table):
+    """Kills path nodes in node order, keys past the prefix read from the cache, windows off by one, forgotten tiles."""
+    for name, arguments in attend(B16, "cuda", ATTEND):
+        compare(table, "attend", name, arguments, B16)
+
+
+def test_moe_at_real_sizes(table):
+    """Kills experts of other rows that count, choices that are not the best, groups of rows mixed up."""
+    for name, arguments in moe(B16, "cuda", MOE):
+        compare(table, "moe", name, arguments, B16)
+
+
+def products(make, n):
+    """(operation, arguments) of every kernel of products at real sizes, the first n rows of the same inputs."""
+    rows = lambda width: make.floats(64, width)[:n].contiguous()  # noqa: E731
+    yield "linear", (rows(4096), make.weight(2048, 4096), None, rows(2048))
+    yield "linear", (rows(6144), make.weight(2048, 6144))
+    yield "linear", (rows(2048), make.weight(5120, 2048), make.floats(5120))
+    yield (
+        "mlp",
+        (rows(2048), make.gain(2048), 1e-6, make.weight(2 * 12288, 2048), make.weight(2048, 12288), "silu", rows(2048)),
+    )
+    yield "head", (rows(2048), make.gain(2048), 1e-6, make.weight(32000, 2048), 1)
+    x = rows(2048)
+    matrices = make.weight(32, 2 * 768, 2048), make.weight(32, 2048, 768)
+    rule = next(moe(B16, "cuda", MOE[:1]))[1][4]
+    yield "moe", (x, make.gain(2048), 1e-6, make.weight(32, 2048), rule, None, None, *matrices, "silu", x)
+
+
+@pytest.mark.parametrize("n", ROWS)
+def test_products_at_real_sizes(table, n):
+    for op, arguments in products(Make(B16, "cuda"), n):
+        compare(table, op, f"{n} rows", arguments, B16)
+
+
+def test_a_row_is_the_same_among_any(table):
+    """Law 1: kills sums that follow the number of rows, experts of a neighbour, tiles that change."""
+    want = None
+    for n in reversed(ROWS):
+        results = []
+        for op, arguments in products(Make(B16, "cuda"), n):
+            got = getattr(table, op)(*copies(arguments))
+            results.append(got if isinstance(got, torch.Tensor) else torch.cat([x.float().view(n, -1) for x in got], 1))
+        want = want or results
+        for ours, theirs in zip(results, want, strict=True):
+            assert torch.equal(ours, theirs[:n]), n
+
+
+def test_repeats_are_equal(table):
+    """Kills races: arrivals that are not reset, rings overwritten before they are read."""
+    for op, arguments in [*products(Make(B16, "cuda"), 4), ("attend", next(attend(B16, "cuda", ATTEND[1:2]))[1])]:
+        results = [getattr(table, op)(*copies(arguments)) for _ in range(20)]
+        results = [x if isinstance(x, torch.Tensor) else x[0] for x in results]
+        assert all(torch.equal(x, results[0]) for x in results), op
