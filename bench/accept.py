@@ -13,8 +13,7 @@ import torch
 from tqdm import tqdm
 
 from engine import Engine
-from engine.batch import Batch
-from engine.cache import Cache
+from engine.forced import Teacher, due, guesses
 from engine.options import DEMO, Parser, least
 from engine.train_head import chain_length
 from weights.config import Refused
@@ -23,7 +22,6 @@ from . import command, results, stages
 from .results import Figure
 from .texts import several
 
-ROWS = 64  # positions of later passes at once, and rows whose logits exist at once
 CLASSES = ("word", "name part", "digits", "punctuation", "white space", "other")
 
 
@@ -52,50 +50,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return o
 
 
-def teach(engine: Engine, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target over a text -> features [n, F], its own next token after each position [n]."""
-    parts, n, size = engine.parts, len(ids), 64
-    device, target = parts.device, parts.target
-    cache = Cache({"target": target.cache_rows}, 1 - (-n // size), size, parts.dtype, device)
-    pages = torch.arange(1, cache.pages, dtype=torch.int32, device=device)[None]
-    tokens, features, best = torch.tensor([ids], device=device), [], []
-    for at in range(0, n, engine.options.prefill_chunk):
-        prefix = torch.full((1,), at, dtype=torch.int64, device=device)
-        hidden, aux = target.forward(
-            Batch.causal(tokens[:, at : at + engine.options.prefill_chunk], prefix, pages), cache
-        )
-        features.append(aux.clone())
-        best += [target.head(rows, 1)[1][:, 0] for rows in hidden.split(ROWS)]
-    return torch.cat(features), torch.cat(best)
-
-
-def guesses(engine: Engine, ids: list[int], features: torch.Tensor, steps: int, k: int) -> torch.Tensor:
-    """The head's k best ids of every pass [n - steps, steps, k], pass 0 first. The cache has one row a page, so that
-    rows of many positions can share what precedes them and keep their own later passes apart."""
-    parts, drafter, rows = engine.parts, engine.drafter, len(ids) - steps
-    device, tokens = parts.device, torch.tensor(ids, device=parts.device)
-    cache = Cache({"draft": drafter.cache_rows}, 1 + rows + ROWS * steps, 1, parts.dtype, device)
-    shared = torch.arange(1, rows + 1, dtype=torch.int32, device=device)
-    start = torch.zeros(1, dtype=torch.int64, device=device)
-    known = Batch.causal(tokens[None, 1 : rows + 1], start, shared[None])
-    first = drafter.extend(known, features[:rows], cache)
-    out = tokens.new_empty(rows, steps, k)
-    for low in range(0, rows, ROWS):
-        row = torch.arange(low, min(low + ROWS, rows), device=device)
-        hidden, b = first[row], len(row)
-        own = rows + 1 + torch.arange(b * steps, dtype=torch.int32, device=device).view(b, steps)
-        table = torch.zeros(b, rows + steps, dtype=torch.int32, device=device)
-        table[:, :rows] = shared
-        table.scatter_(1, (row + 1)[:, None] + torch.arange(steps, device=device), own)
-        for step in range(steps):
-            if step:
-                at, bits = (row + step)[:, None], torch.full((b, 1), (1 << step) - 1, device=device)
-                batch = Batch(tokens[row + step + 1][:, None], at, at, table, row + 1, bits)
-                hidden = drafter.forward(tokens[row + step + 1], hidden, batch, cache)
-            out[row, step] = drafter.best(hidden[:, None], k)[1][:, 0]
-    return out
-
-
 def kind(text: str) -> str:
     """Class of a token by the text it stands for."""
     bare = text.strip()
@@ -110,22 +64,19 @@ def kind(text: str) -> str:
 
 def measured(o, engine: Engine, prompts: list[list[int]], bar) -> list[Figure]:
     """Agreement of every pass, over all rows and by class of the token that was due."""
-    hits, among, due = [], [], []
+    hits, among, best, parts = [], [], [], engine.parts
     began = time.perf_counter()
     for ids in prompts:
-        features, best = teach(engine, ids)
-        found = guesses(engine, ids, features, o.steps, o.topk)
-        rows = torch.arange(found.shape[0], device=best.device)[:, None] + torch.arange(
-            1, o.steps + 1, device=best.device
-        )
-        wanted = best[rows]
+        passed = Teacher(parts.target, 1, len(ids), parts.device, parts.dtype).read(ids, engine.options.prefill_chunk)
+        found = guesses(engine.drafter, ids, passed.features, o.steps, o.topk, parts.device, parts.dtype)
+        wanted = due(passed.best, o.steps)
         hits.append(found[..., 0] == wanted)
         among.append((found == wanted[..., None]).any(-1))
-        due.append(wanted)
+        best.append(wanted)
         bar.update(1)
     seconds, count = time.perf_counter() - began, sum(len(h) for h in hits)
     lengths = [chain_length(h[None], o.steps) for h in hits if len(h)]
-    right, near, ids = torch.cat(hits), torch.cat(among), torch.cat(due)
+    right, near, ids = torch.cat(hits), torch.cat(among), torch.cat(best)
     note, made = f"{count} positions, teacher-forced", Figure.of
     figures = [made("positions_per_second", "positions/s", count / seconds)]
     for step in range(o.steps):

@@ -13,6 +13,7 @@ import torch
 from tqdm import tqdm
 
 from engine.engine import Engine
+from engine.forced import PAGE, Teacher
 from engine.generate import Quiet, decode
 from engine.loading import Options, device_of, open_draft, open_target
 from engine.options import DEMO, Parser, least
@@ -21,7 +22,7 @@ from engine.report import Acceptance, Run
 from engine.request import Sampling
 from engine.shape import PLAIN, Shape
 from engine.train import PROBES, Windows, load_target, read_stream
-from engine.train_head import PAGE, Head, Teacher, hits
+from engine.train_head import Head, hits
 from weights import Checkpoint
 from weights.capture import boundaries
 from weights.config import Refused, eos_ids

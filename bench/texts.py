@@ -15,11 +15,7 @@ def several(o, engine, count: int | None, most: int) -> list[list[int]]:
         vocabulary = engine.parts.target.head.vocabulary
         return [random_prompt(most, vocabulary, seed) for seed in range(count or 4)]
     found = []
-    try:
-        prompts = read(path or str(DEMO / "prompts.jsonl"))
-    except Refused as error:
-        raise Refused(str(error).replace("--prompt-file", "--prompts")) from None
-    for prompt in prompts[:count]:
+    for prompt in read(path or str(DEMO / "prompts.jsonl"), "--prompts")[:count]:
         try:
             found.append(engine.encode(prompt.content)[:most])
         except Refused as error:

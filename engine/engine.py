@@ -129,14 +129,15 @@ class Engine:
 
     def encode(self, prompt):
         """Token ids of a prompt: a text, a list of ids, or a list of chat messages. Raises Refused."""
-        ids = self._ids(prompt)
+        ids = self.ids(prompt)
         if len(ids) >= self.parts.max_context:
             raise Refused(
                 f"prompt: {len(ids)} tokens leave no room for a new one; the context holds {self.parts.max_context}"
             )
         return ids
 
-    def _ids(self, prompt):
+    def ids(self, prompt):
+        """The same without a limit of length."""
         text, vocabulary = self.parts.text, self.parts.target.head.vocabulary
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
             if text is None:
@@ -165,7 +166,7 @@ class Engine:
         Raises Refused for what is no prompt, or longer than the context or the cache.
         """
         self._idle()
-        ids, most = self._ids(prompt), self.parts.max_context
+        ids, most = self.ids(prompt), self.parts.max_context
         if len(ids) > most:
             raise Refused(f"score: {len(ids)} tokens; the context holds {most}")
         self.pool.demand(len(ids))

@@ -111,6 +111,7 @@ def load(o, target: str | None, draft: str, shape) -> Engine:
             prefill_chunk=o.prefill_chunk,
             prefix_cache=not (o.no_prefix_cache or o.compare),  # both ways of a comparison start from nothing
             capture_layers=o.capture_layers,
+            check=not o.no_check,
         )
 
 

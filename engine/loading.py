@@ -12,7 +12,7 @@ from weights.config import Eagle3Config, LlamaConfig, Qwen3MoeConfig
 from weights.formats import format_of
 from weights.heads import check_table, tolerated
 
-from . import memory
+from . import memory, wiring
 from .buffers import MAX_NODES
 from .cache import Cache
 from .drafters import DRAFTERS
@@ -47,6 +47,7 @@ class Options:
     tp: int = 1  # this and the next two: what there is so far
     expert_parallel: bool = False
     draft_tp: str = "auto"
+    check: bool = True  # measure which reading of an ambiguous head is right
     prefix_cache: bool = True  # prompts read the rows of an earlier one that begins alike
     reserve: int = MAX_NODES  # rows past the prefix that a cycle may write
     ops: Ops | None = None  # the table of operations; None: `operations` chooses
@@ -72,6 +73,7 @@ class Parts:
     capture: Capture | None
     memory: str
     reports: list = field(default_factory=list)
+    measured: list[str] = field(default_factory=list)  # switches of the head that its files leave open, a line each
     load_ms: float = 0.0
 
 
@@ -166,11 +168,13 @@ def open_draft(options):
         raw = found["draft"]
         own = {"lm_head.weight", "d2t"} if raw.get("draft_vocab_size") else {"lm_head.weight"}
         later = range(1, raw.get("num_hidden_layers", 1))
-        checkpoint = AnyCheckpoint(raw, present=own | {f"layers.{i}.input_layernorm.weight" for i in later})
+        norms = {f"layers.{i}.input_layernorm.weight" for i in later}
+        checkpoint, folder = AnyCheckpoint(raw, present=own | norms), None
     else:
-        checkpoint = Checkpoint.open(resolve(options.draft))
+        folder = resolve(options.draft)
+        checkpoint = Checkpoint.open(folder)
         checkpoint = Renamed(checkpoint, head_names(checkpoint))
-    return Opened(checkpoint, Eagle3Config.read(checkpoint.config, _config(checkpoint)), None)
+    return Opened(checkpoint, Eagle3Config.read(checkpoint.config, _config(checkpoint)), folder)
 
 
 @dataclass(frozen=True)
@@ -247,7 +251,7 @@ def load(options, progress=None, announce=None):
             before = need - total
             reports.append(part.fill(progress and (lambda done, _, before=before: progress(before + done, need))))
             total -= part.nbytes
-    return Parts(
+    parts = Parts(
         target=model,
         drafter=drafter,
         cache=Cache(kinds, pages, options.page_size, dtype, device),
@@ -263,8 +267,11 @@ def load(options, progress=None, announce=None):
         capture=capture,
         memory=stated,
         reports=reports,
-        load_ms=(time.perf_counter() - began) * 1e3,
     )
+    if options.check and target.folder and draft and draft.folder:  # random weights have nothing to measure
+        wiring.settle(parts, announce)
+    parts.load_ms = (time.perf_counter() - began) * 1e3
+    return parts
 
 
 def _sizes(options):

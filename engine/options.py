@@ -68,7 +68,6 @@ ABSENT = {
     "shape": "the engine does not choose a shape itself; supported: --steps S --topk K --draft-tokens D",
     "expert_parallel": "one device holds all experts; supported: leave it out",
     "tp_slice": "a share of a tensor-parallel model cannot be built; supported: --random NAME --layers N",
-    "no_check": "there is no check at load to skip; supported: leave it out",
 }
 
 
@@ -143,7 +142,7 @@ def parser() -> Parser:
     add("--expert-parallel", action="store_true", help="not supported")
     add("--draft-tp", choices=("cut", "replicated", "auto"), default="auto", help="auto is supported")
     add("--tp-slice", type=least(1), metavar="N", help="not supported")
-    add("--no-check", action="store_true", help="not supported: there is no wiring check at load to skip")
+    add("--no-check", action="store_true", help="do not measure what an ambiguous head leaves open")
     add("--compare", action="store_true", help="decode plainly, then with speculation, and print the speed-up")
     add("--profile", action="store_true", help="time the stages of every cycle by stamps of the device's clock")
     add("--stats", metavar="FILE.json", help="write the statistics of the run")
@@ -183,6 +182,8 @@ def _conflicts(o: argparse.Namespace):
     yield o.prompt is not None and o.prompt_file is not None, "both PROMPT and --prompt-file are given; supported: one"
     yield o.random and o.target, f"--random {o.random} and --target {o.target}: supported: one of them"
     yield o.layers and not o.random, f"--layers {o.layers}: supported with --random only"
+    nothing = o.no_check and pair(o)[1] == "none"
+    yield nothing, "--no-check: there is no draft to check; supported: with --draft DIR|HUB_ID"
     yield o.tp > 1, f"--tp {o.tp}: supported: 1"
     yield o.draft_tp != "auto", f"--draft-tp {o.draft_tp}: needs --tp above 1; supported: auto"
     for name in ("top_k", "top_p", "min_p", "seed"):

@@ -23,20 +23,20 @@ class Prompt:
         return not isinstance(self.content, str) and isinstance(self.content[0], dict)
 
 
-def read(path: str) -> list[Prompt]:
-    """The prompts of a file. Raises Refused naming the file, and the line where there is one."""
+def read(path: str, option: str = "--prompt-file") -> list[Prompt]:
+    """The prompts of the file that `option` names. Raises Refused naming it, and the line where there is one."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         cause = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise Refused(f"--prompt-file {path}: cannot be read: {cause}") from None
+        raise Refused(f"{option} {path}: cannot be read: {cause}") from None
     if not path.endswith(".jsonl"):
         prompts = [Prompt(text, f"{path}: ")] if text.strip() else []
     else:
         lines = enumerate(text.split("\n"), 1)
         prompts = [_entry(line, f"{path}:{at}: ") for at, line in lines if line.strip()]
     if not prompts:
-        raise Refused(f"--prompt-file {path}: it is empty; supported: at least one prompt")
+        raise Refused(f"{option} {path}: it is empty; supported: at least one prompt")
     return prompts
 
 

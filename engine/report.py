@@ -202,7 +202,7 @@ def loaded(parts) -> list[str]:
         boundaries = ", ".join(map(str, parts.capture.boundaries))
         doubt = "GUESSED, give --capture-layers to be sure: " if parts.capture.source == "guessed" else ""
         lines.append(f"capture layers: boundaries {boundaries} ({doubt}{parts.capture.why})")
-    return lines
+    return lines + [f"head: {line}" for line in parts.measured]
 
 
 def decoded(run: Run, compare: dict | None, templated: int) -> list[str]:

@@ -18,11 +18,12 @@ import torch
 from kernels import REFERENCE
 from weights.config import Eagle3Config, Refused, eos_ids
 
+from .forced import PAGE, Teacher
 from .loading import Options, Plan, device_of, open_target
 from .options import Parser, least, number
 from .text import Text
 from .tp import TP
-from .train_head import PAGE, Head, Teacher, chain_length, describe, draft_vocabulary, hits, losses
+from .train_head import Head, chain_length, describe, draft_vocabulary, hits, losses
 
 OWN = 16384  # self-generated windows by default
 ROWS = 8192  # sequences continued at once

@@ -1,11 +1,10 @@
 """An EAGLE-3 head in training form: the arithmetic of engine.drafters.eagle3 as a torch module, unrolled over the
-drafter's own steps, with the names and the config.json of a SpecForge checkpoint; and the target as its teacher.
+drafter's own steps, with the names and the config.json of a SpecForge checkpoint.
 
 Shapes: B sequences, L tokens of a window, N rows trained of it, H heads, G kv heads, R = H / G, Vd draft vocabulary.
 """
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,12 +16,7 @@ from kernels import norm, rope
 from weights.capture import boundaries
 from weights.config import Eagle3Config, Refused
 
-from .batch import Batch
-from .cache import Cache
 from .layers import rope as rotary
-
-PAGE = 64  # rows a page of the scratch cache
-LOGITS = 1 << 28  # most logits of the target at once
 
 
 def linear(out_features, in_features):
@@ -84,17 +78,19 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """The head's one layer; the residual is the hidden it is given, not normed."""
+    """The head's one layer."""
 
     def __init__(self, config):
         super().__init__()
         h, eps = config.hidden, config.eps
+        self.norm_before_residual = config.norm_before_residual
         self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (Norm(h, eps) for _ in range(3))
         self.self_attn, self.mlp = Attention(config), MLP(config)
 
     def forward(self, embedded, hidden, *where):
-        x = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], -1)
-        hidden = hidden + self.self_attn(x, *where)
+        normed = self.hidden_norm(hidden)
+        x = torch.cat([self.input_layernorm(embedded), normed], -1)
+        hidden = (normed if self.norm_before_residual else hidden) + self.self_attn(x, *where)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -149,8 +145,8 @@ class Head(nn.Module):
         keys, values, out = [], [], []
         for j in range(steps):
             embedded = F.embedding(tokens[:, j + 1 : j + 1 + rows], self.embedding)
-            hidden = self.midlayer(embedded, hidden, at + j, self.cos_sin, keys, values)
-            out.append(hidden)
+            out.append(self.midlayer(embedded, hidden, at + j, self.cos_sin, keys, values))
+            hidden = self.norm(out[-1]) if self.config.recycle == "post-norm" else out[-1]
         return out
 
     def logits(self, hidden):
@@ -226,62 +222,6 @@ def draft_vocabulary(counts, size):
     """The `size` most frequent ids (equal counts: lowest id) of counts [V], ascending: [size] int64."""
     order = torch.sort(counts, descending=True, stable=True).indices
     return order[:size].sort().values
-
-
-@dataclass(frozen=True)
-class Lesson:
-    """What the target says of windows: features [B, L, F], its distribution over the draft vocabulary [B, L, Vd]
-    (renormalised), its own next token [B, L]."""
-
-    tokens: torch.Tensor
-    features: torch.Tensor
-    wanted: torch.Tensor
-    best: torch.Tensor
-
-
-class Teacher:
-    """A target with a scratch cache for up to `rows` windows of `length` tokens."""
-
-    def __init__(self, target, rows, length, device):
-        self.target, columns = target, -(-length // PAGE)
-        self.cache = Cache({"target": target.cache_rows}, 1 + rows * columns, PAGE, torch.float32, device)
-        pages = torch.arange(1, 1 + rows * columns, dtype=torch.int32, device=device)
-        self.pages = pages.view(rows, columns)
-
-    def forward(self, tokens, start):
-        """tokens [B, T] that follow `start` tokens of each window -> hidden [B, T, D], features [B, T, F]."""
-        (b, t), columns = tokens.shape, -(-(start + tokens.shape[1]) // PAGE)
-        prefix = torch.full((b,), start, dtype=torch.int64, device=tokens.device)
-        hidden, features = self.target.forward(Batch.causal(tokens, prefix, self.pages[:b, :columns]), self.cache)
-        return hidden.view(b, t, -1), features.view(b, t, -1)
-
-    @torch.no_grad()
-    def lesson(self, tokens, draft_ids, sharpen=1.0):
-        """tokens [B, L] -> Lesson; sharpen: factor on the logits that make the wanted distribution."""
-        hidden, features = self.forward(tokens, 0)
-        wanted, best = [], []
-        vocabulary = self.target.head.vocabulary
-        for part in hidden.split(max(1, LOGITS // (vocabulary * tokens.shape[1]))):
-            rows = part.flatten(0, 1)
-            logits = rows.new_empty(len(rows), vocabulary, dtype=torch.float32)
-            best.append(self.target.head(rows, 1, logits)[1].view(part.shape[:2]))
-            wanted.append((sharpen * logits[:, draft_ids]).softmax(-1).view(*part.shape[:2], -1))
-        return Lesson(tokens, features, torch.cat(wanted), torch.cat(best))
-
-    @torch.no_grad()
-    def continued(self, prefixes, length):
-        """prefixes [B, P] -> [B, length]: each with the target's own greedy continuation."""
-        b, known = prefixes.shape
-        ids = prefixes.new_zeros(b, length)
-        ids[:, :known] = prefixes
-        at = 0
-        while at < length - 1:
-            end = min(at + PAGE, known) if at < known else at + 1
-            hidden, _ = self.forward(ids[:, at:end], at)
-            if end >= known:
-                ids[:, end] = self.target.head(hidden[:, -1])[1][:, 0]
-            at = end
-        return ids
 
 
 def losses(head, lesson, steps):

@@ -82,7 +82,8 @@ def test_teacher_forcing_agrees_with_the_training_form(engine):
     """The engine's drafter and the head as it is trained are two programs for one arithmetic.
 
     Mutants: a row's later passes see another row's; positions off by one; compared with the text, not the target."""
-    from bench.demo import Head, Teacher, boundaries, load_target, open_draft, open_target
+    from bench.demo import Head, boundaries, load_target, open_draft, open_target
+    from engine.forced import Teacher, due, guesses
     from engine.loading import Options
     from weights import Checkpoint
 
@@ -100,10 +101,10 @@ def test_teacher_forcing_agrees_with_the_training_form(engine):
     )
     ids = ids[:90]
     lesson = Teacher(target, 1, 192, device).lesson(torch.tensor([ids]), head.draft_ids)
-    features, best = accept.teach(engine, ids)
-    found = accept.guesses(engine, ids, features, 4, 1)[..., 0]
-    wanted = best[torch.arange(len(ids) - 4)[:, None] + torch.arange(1, 5)]
-    assert torch.equal(best, lesson.best[0])
+    passed = Teacher(target, 1, 192, device).read(ids, 32)
+    found = guesses(engine.drafter, ids, passed.features, 4, 1, device, torch.float32)[..., 0]
+    wanted = passed.best[torch.arange(len(ids) - 4)[:, None] + torch.arange(1, 5)]
+    assert torch.equal(passed.best, lesson.best[0]) and torch.equal(due(passed.best, 4), wanted)
     assert torch.equal(found == wanted, hits(head, lesson, 4)[0])
 
 

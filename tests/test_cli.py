@@ -318,7 +318,7 @@ BAD = {
     "x --expert-parallel": "--expert-parallel: ",
     "x --draft-tp cut": "--draft-tp cut: needs --tp above 1",
     "x --tp-slice 8": "--tp-slice 8: ",
-    "x --no-check": "--no-check: ",
+    "x --no-check --draft none": "--no-check: there is no draft to check",
     "x --graphs maybe": "--graphs: invalid choice: 'maybe'",
     "x --graphs required --device cpu": "graphs: required, but ",
     "x --device tpu": "device: 'tpu' is unknown",

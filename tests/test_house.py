@@ -27,7 +27,7 @@ ROOMS = {
     "engine.cycle": (4, "cycle"),
     "engine.graph": (4, "cycle"),
     **{f"engine.{m}": (5, "engine") for m in ("loading", "profile", "report", "logprobs", "request")},
-    **{f"engine.{m}": (5, "engine") for m in ("score", "session", "engine")},
+    **{f"engine.{m}": (5, "engine") for m in ("score", "session", "engine", "forced", "wiring")},
     "engine": (5, "engine"),
     **{f"engine.{m}": (6, "commands") for m in ("options", "prompts", "generate", "diagnose", "dump")},
     **{f"engine.{m}": (6, "commands") for m in ("train", "train_head")},

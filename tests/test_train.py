@@ -10,7 +10,8 @@ from toys import Toys, V, pair
 from engine import Sampling, Shape, train
 from engine.buffers import State, Tree
 from engine.cycle import prefill
-from engine.train_head import Head, Teacher, chain_length, describe, draft_vocabulary, losses
+from engine.forced import Teacher
+from engine.train_head import Head, chain_length, describe, draft_vocabulary, losses
 from weights.config import Eagle3Config, Refused
 
 STEPS = 4

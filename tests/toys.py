@@ -166,7 +166,7 @@ def permutation(after, ids=range(V)):
 
 def pair(target, draft="none", noise=1e4, **options):
     """Engine.load with small sizes, its cache full of loud noise (a number, NaN too) that no query may see."""
-    sizes = dict(device="cpu", max_context=256, page_size=16, max_batch=4, prefill_chunk=32)
+    sizes = dict(device="cpu", max_context=256, page_size=16, max_batch=4, prefill_chunk=32, check=False)
     engine = Engine.load(target=target, draft=draft, **{**sizes, **options})
     disturb(engine, noise)
     return engine

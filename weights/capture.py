@@ -17,7 +17,7 @@ SYNTAX = "boundary:2,24,45 or output:1,23,44"
 @dataclass(frozen=True)
 class Capture:
     """`boundaries` ascending, in the order in which their features are joined, FINAL last; `source` "config",
-    "override" or "guessed"."""
+    "override", "guessed", or "measured" where a head was asked (engine.wiring)."""
 
     boundaries: tuple[int | str, ...]
     source: str
@@ -64,6 +64,38 @@ def _reading(config: Eagle3Config, layers: int) -> tuple[int, str, str]:
     if config.family == "vllm":
         return 0, "config", "vLLM's own architectures name boundaries"
     return 1, "guessed", "the ids may name layer outputs or boundaries; read as outputs, as their trainers write them"
+
+
+def readings(config: Eagle3Config, layers: int, capture: Capture) -> list[tuple[str, tuple[int | str, ...]]]:
+    """What a head for a target of `layers` layers may have been trained on, by what went wrong if it was: (name,
+    boundaries in the order in which the head joins them). The one in force, `capture`, comes first; equal ones are
+    one entry with both names."""
+    force, found = capture.boundaries, {}
+    if FINAL in force:
+        named = [("before the final norm", (layers,)), ("one layer lower", (layers - 1,))]
+    else:
+        named = _readings(config, layers, force)
+    for name, order in [("in force", force), *named]:
+        known = [i for i in order if i == FINAL or 0 <= i <= layers]
+        if len(set(known)) == len(force):
+            found[order] = f"{found[order]} = {name}" if order in found else name
+    return [(name, order) for order, name in found.items()]
+
+
+def _readings(config: Eagle3Config, layers: int, force: tuple[int, ...]):
+    """(name, boundaries) beside the one in force; some may be out of range."""
+    if (ids := config.aux_ids) is not None:
+        yield "ids are boundaries", tuple(sorted(ids))
+        yield "ids are layer outputs", tuple(sorted(i + 1 for i in ids))
+    yield "one layer lower", tuple(i - 1 for i in force)
+    yield "one layer higher", tuple(i + 1 for i in force)
+    if len(force) == 3:
+        yield "default layers", _default(layers)
+    yield "embedding in place of the lowest", (0, *force[1:])
+    yield "embedding first, the highest left out", (0, *force[:-1])
+    yield "order reversed", force[::-1]
+    if ids is not None and list(ids) != sorted(ids):
+        yield "order as written", tuple(sorted(force)[sorted(ids).index(i)] for i in ids)
 
 
 def _overridden(config: Eagle3Config | None, layers: int, override: str) -> tuple[int, ...]:

@@ -77,7 +77,7 @@ class Eagle3Config:
     logit_scale: float
     dtype: torch.dtype
     activation: str
-    guesses: tuple[str, ...]  # what the file leaves open and how it is read, a sentence each
+    guesses: tuple[tuple[str, str], ...]  # what the file leaves open: (field above, how it is read in a sentence)
 
     @classmethod
     def read(cls, raw: dict, where: str) -> Eagle3Config:
@@ -97,6 +97,7 @@ class Eagle3Config:
         ids, count, fusion = _features(fields, inner)
         residual, residual_guess = _residual(fields, inner, family)
         recycle, recycle_guess = _recycle(fields, inner, family)
+        guesses = (("norm_before_residual", residual_guess), ("recycle", recycle_guess))
         return cls(
             architecture=name,
             family=family,
@@ -126,7 +127,7 @@ class Eagle3Config:
             logit_scale=layer.float("logit_scale", 1.0),
             dtype=(fields if fields.has("torch_dtype") or fields.has("dtype") else layer).dtype(),
             activation=layer.choice("hidden_act", ("silu",), "silu"),
-            guesses=tuple(guess for guess in (residual_guess, recycle_guess) if guess),
+            guesses=tuple((field, guess) for field, guess in guesses if guess),
         )
 
     def fits(self, hidden: int, vocab: int, where: str) -> None:

@@ -13,6 +13,9 @@ as in the published heads' own loaders (EAGLE cnets.py; SGLang and vLLM llama_ea
 modeling_speculative.py); weights.eagle3 reads the switches.
 """
 
+import copy
+import dataclasses
+
 import torch
 
 from kernels.select import gather_rows
@@ -25,7 +28,7 @@ from ..layers.block import block
 from ..layers.embedding import Embedding, Head
 from ..layers.mlp import dense
 from ..layers.norm import Norm
-from .fusion import FUSIONS, Identity
+from .fusion import FUSIONS, Identity, Reordered
 
 
 def _borrow(source, name, shape, weight, tp):
@@ -61,6 +64,9 @@ def _normed_residual(x, hidden):
     return x[:, hidden.shape[1] :].contiguous()
 
 
+RESIDUALS = {False: _plain_residual, True: _normed_residual}  # by norm_before_residual
+
+
 class Eagle3:
     """The drafter.
 
@@ -75,18 +81,20 @@ class Eagle3:
         self.cache_rows = Rows(config.layers, 2, config.kv_heads // tp.size, config.head_dim)
         h, eps = config.hidden, config.eps
         source.ignore("verifier_*")  # speculators keeps the target's norm and head beside its own while training
-        for guess in config.guesses:
+        for _, guess in config.guesses:
             source.guess(guess)
         self.fusion = FUSIONS[config.fusion](source, config, target.features, ops)
         at = source.prefixed("layers.0.")
         self.embed_norm, self.hidden_norm = (Norm(at, n, h, eps, ops) for n in ("input_layernorm", "hidden_norm"))
-        self.residual = _normed_residual if config.norm_before_residual else _plain_residual
+        self.residual = RESIDUALS[config.norm_before_residual]
         cos_sin = rope.table(config.rope, config.head_dim, config.max_positions, length, source.device)
         self.layers = [self._layer(source, i, cos_sin, ops, tp) for i in range(config.layers)]
         self.embedding = self._embedding(source, target, tp)
         norm = Norm(source, "norm", h, eps, ops, gain=config.logit_scale)
         self.head = Head(norm, self._head_weight(source, target, tp), ops, tp)
-        self.recycle = self._recycle(source, norm, ops)
+        # the final norm itself, unless that scales logits too
+        self.recycled = norm if config.logit_scale == 1 else Norm(source, "norm", h, eps, ops)
+        self.recycle = self._recycle(config.recycle)
         self.to_target = self._vocabulary_map(source)
 
     def _layer(self, source, number, cos_sin, ops, tp):
@@ -103,13 +111,22 @@ class Eagle3:
         window = config.windows[number]
         return block(at, norm, width, config, cos_sin, mlp, ops, tp, out_bias=out_bias, window=window)
 
-    def _recycle(self, source, norm, ops):
-        """What the next step's hidden goes through; the final norm itself unless that scales logits too."""
-        if self.config.recycle == "pre-norm":
-            return Identity()
-        if self.config.logit_scale == 1:
-            return norm
-        return Norm(source, "norm", self.config.hidden, self.config.eps, ops)
+    def _recycle(self, kind):
+        """What the next step's hidden goes through."""
+        return {"pre-norm": Identity(), "post-norm": self.recycled}[kind]
+
+    def read_as(self, order, norm_before_residual, recycle):
+        """The same weights under another reading of what a head's file may leave open, nothing copied.
+
+        Args:
+            order: for each feature that the head joins, its place among those handed in.
+        """
+        twin = copy.copy(self)
+        twin.config = dataclasses.replace(self.config, norm_before_residual=norm_before_residual, recycle=recycle)
+        twin.residual, twin.recycle = RESIDUALS[norm_before_residual], self._recycle(recycle)
+        if list(order) != sorted(order):
+            twin.fusion = Reordered(self.fusion, order)
+        return twin
 
     def _embedding(self, source, target, tp):
         name, shape = "embed_tokens.weight", (self.config.vocab, self.config.hidden)

@@ -52,4 +52,19 @@ class PerFeature(Plain):
         return self.fc(torch.cat([norm(part) for norm, part in zip(self.norms, parts, strict=True)], -1))
 
 
+class Reordered:
+    """Another fusion over the features in another order: that of a head trained on them so.
+
+    Args:
+        order: for each feature of `fusion`, its place among those handed in.
+    """
+
+    def __init__(self, fusion, order):
+        self.fusion, self.order = fusion, order
+
+    def __call__(self, features):
+        parts = features.chunk(len(self.order), -1)
+        return self.fusion(torch.cat([parts[i] for i in self.order], -1))
+
+
 FUSIONS = {"plain": Plain, "normed": Normed, "per-feature": PerFeature, "final": lambda *_: Identity()}

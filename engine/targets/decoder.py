@@ -22,7 +22,6 @@ class Decoder:
 
     def __init__(self, config, source, boundaries, length, experts_format, ops, tp):
         self.config, self.boundaries, self.experts_format = config, boundaries, experts_format
-        self.features = len(boundaries) * config.hidden
         self.cache_rows = Rows(config.layers, 2, config.kv_heads // tp.size, config.head_dim)
         self.embedding = Embedding(source, "model.embed_tokens", config.vocab, config.hidden, tp)
         cos_sin = rope.table(config.rope, config.head_dim, config.max_positions, length, source.device)
@@ -34,6 +33,11 @@ class Decoder:
         else:
             weight = source.take("lm_head.weight", (config.vocab, config.hidden), cut=0)
         self.head = Head(norm, weight, ops, tp)
+
+    @property
+    def features(self):
+        """Width of the boundaries handed out, side by side."""
+        return len(self.boundaries) * self.config.hidden
 
     def _layer(self, source, number, cos_sin, ops, tp):
         config, at = self.config, source.prefixed(f"model.layers.{number}.")
