@@ -1,7 +1,7 @@
-"""Everything of a GQA layer between the residual stream and its output projection: kernels.qkv, then kernels.attention.
+"""All of a GQA layer between the residual stream and its output projection: kernels.qkv, then kernels.attention.
 
-One operation, because a kernel that holds the projected rows can do head norms, RoPE and the cache write on its way to the
-scores.
+One operation, because a kernel that holds the projected rows can do head norms, RoPE and the cache write on its way to
+the scores.
 """
 
 from . import attention, qkv

@@ -125,9 +125,18 @@ def soften_fused(logits, temperature, cut=None):
     """The twin of `soften`."""
     (rows, vocabulary), logits = logits.shape, logits.contiguous()
     p = torch.empty_like(logits)
-    value, last = (None, None) if cut is None else cut
+    value, last = (None, None) if cut is None else (x.contiguous() for x in cut)
+    # one request's temperature for all its rows is a view of stride 0
     _soften[(rows,)](
-        logits, temperature, value, last, p, vocabulary, CUT=cut is not None, BV=_block(vocabulary), num_warps=16
+        logits,
+        temperature.contiguous(),
+        value,
+        last,
+        p,
+        vocabulary,
+        CUT=cut is not None,
+        BV=_block(vocabulary),
+        num_warps=16,
     )
     return p
 

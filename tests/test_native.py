@@ -50,9 +50,24 @@ def test_moe_at_real_sizes(table):
         compare(table, "moe", name, arguments, B16)
 
 
-def products(make, n):
+class Quick(Make):
+    """Numbers drawn on the device: at real sizes the CPU takes seconds."""
+
+    def __init__(self):
+        super().__init__(B16, "cuda")
+        self.own = torch.Generator("cuda").manual_seed(0)
+
+    def floats(self, *shape, scale=1.0, dtype=None):
+        return (torch.randn(*shape, generator=self.own, device="cuda") * scale).to(dtype or self.dtype)
+
+
+def products(n):
     """(operation, arguments) of every kernel of products at real sizes, the first n rows of the same inputs."""
-    rows = lambda width: make.floats(64, width)[:n].contiguous()  # noqa: E731
+    make = Quick()
+
+    def rows(width):
+        return make.floats(64, width)[:n].contiguous()
+
     yield "linear", (rows(4096), make.weight(2048, 4096), None, rows(2048))
     yield "linear", (rows(6144), make.weight(2048, 6144))
     yield "linear", (rows(2048), make.weight(5120, 2048), make.floats(5120))
@@ -69,7 +84,7 @@ def products(make, n):
 
 @pytest.mark.parametrize("n", ROWS)
 def test_products_at_real_sizes(table, n):
-    for op, arguments in products(Make(B16, "cuda"), n):
+    for op, arguments in products(n):
         compare(table, op, f"{n} rows", arguments, B16)
 
 
@@ -78,7 +93,7 @@ def test_a_row_is_the_same_among_any(table):
     want = None
     for n in reversed(ROWS):
         results = []
-        for op, arguments in products(Make(B16, "cuda"), n):
+        for op, arguments in products(n):
             got = getattr(table, op)(*copies(arguments))
             results.append(got if isinstance(got, torch.Tensor) else torch.cat([x.float().view(n, -1) for x in got], 1))
         want = want or results
@@ -88,7 +103,7 @@ def test_a_row_is_the_same_among_any(table):
 
 def test_repeats_are_equal(table):
     """Kills races: arrivals that are not reset, rings overwritten before they are read."""
-    for op, arguments in [*products(Make(B16, "cuda"), 4), ("attend", next(attend(B16, "cuda", ATTEND[1:2]))[1])]:
+    for op, arguments in [*products(4), ("attend", next(attend(B16, "cuda", ATTEND[1:2]))[1])]:
         results = [getattr(table, op)(*copies(arguments)) for _ in range(20)]
         results = [x if isinstance(x, torch.Tensor) else x[0] for x in results]
         assert all(torch.equal(x, results[0]) for x in results), op

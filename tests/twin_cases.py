@@ -152,7 +152,7 @@ def attend(
         (1, 9, 64, 4, 4, 24, 24, 64, [33], "causal", None, False),
     ),
 ):
-    """cases: (B, T, D, heads, groups, head size, rotating lanes, page size, prefixes, kind, window, with head norms)."""
+    """cases: (B, T, D, heads, groups, head size, rotating lanes, page size, prefixes, kind, window, head norms)."""
     make = Make(dtype, device)
     for b, t, d, h, g, dh, turned, page, prefix, kind, window, normed in cases:
         columns = -(-(max(prefix) + t + 3) // page)
@@ -385,6 +385,8 @@ def soften(dtype, device):
             settings = torch.tensor([[0, 3, 1, 90, v]]), torch.tensor([[0.9, 1.0, 0.5, 0.01, 0.999]]), torch.zeros(1, 5)
             cut = cutoff(logits, temperature, *(x[0, :n].to(device) for x in settings))
         yield f"{n}x{v}", (logits, temperature, cut)
+    settings = torch.tensor([[0.5], [7.0], [0.1]], device=device)  # of one request, as its rows see them
+    yield "one for all", (make.floats(5, 70, dtype=torch.float32), settings[0, :1].expand(5), None)
 
 
 def draw(dtype, device):

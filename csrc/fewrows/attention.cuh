@@ -44,15 +44,23 @@ struct Plane {
   }
 };
 
-// One head vector of width kWidth by one warp: norm, RoPE; result in registers, lane holds columns j * 32 + lane.
+// Head vectors that a warp norms and turns at a time: their loads are all in flight before the first is used.
+constexpr int kTogether = 8;
+
+// Cosines then sines of one position, as the lanes need them: columns j * 32 + lane.
 template <int kWidth>
-__device__ __forceinline__ void turn(const bf16 *from, const bf16 *gain, const float *cos_sin, int64_t position, int turned,
-                                     float eps, float (&v)[kWidth / 32]) {
-  constexpr int kMany = kWidth / 32;
-  const int lane = threadIdx.x & 31, half = turned / 64; // in steps of 32 columns
+__device__ __forceinline__ void load_angles(float (&angle)[kWidth / 32], const Attention &p, int64_t line) {
+  const float *from = p.cos_sin + load_long(p.positions + line) * p.turned + (threadIdx.x & 31);
 #pragma unroll
-  for (int j = 0; j < kMany; j++) v[j] = load_bf16(from + j * 32 + lane);
-  if (gain) {
+  for (int j = 0; j < kWidth / 32; j++) angle[j] = j * 32 < p.turned ? from[j * 32] : 0.f;
+}
+
+// Norm and RoPE of one head vector in registers: a lane holds columns j * 32 + lane.
+template <int kWidth>
+__device__ __forceinline__ void turn(float (&v)[kWidth / 32], const float (&gain)[kWidth / 32], bool normed,
+                                     const float (&angle)[kWidth / 32], int turned, float eps) {
+  constexpr int kMany = kWidth / 32;
+  if (normed) {
     float sum = 0.f;
 #pragma unroll
     for (int j = 0; j < kMany; j++) sum = fmaf(v[j], v[j], sum);
@@ -60,19 +68,16 @@ __device__ __forceinline__ void turn(const bf16 *from, const bf16 *gain, const f
     for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(kAll, sum, o);
     const float scale = rsqrtf(sum / kWidth + eps);
 #pragma unroll
-    for (int j = 0; j < kMany; j++) v[j] = rounded(v[j] * scale * __bfloat162float(gain[j * 32 + lane]));
+    for (int j = 0; j < kMany; j++) v[j] = rounded(v[j] * scale * gain[j]);
   }
-  const float *angle = cos_sin + position * turned + lane;
 #pragma unroll
-  for (int j = 0; j < kMany / 2; j++) {
-    if (j >= half) break;
-    const float cos = angle[j * 32], sin = angle[(half + j) * 32];
+  for (int half = 1; half <= kMany / 2; half++) { // in steps of 32 columns; registers are indexed by constants
+    if (half * 64 != turned) continue;
 #pragma unroll
-    for (int h = 1; h <= kMany / 2; h++) { // h is half: indices into registers must be known when compiled
-      if (h != half || j + h >= kMany) continue;
-      const float a = v[j], b = v[j + h];
-      v[j] = rounded(a * cos - b * sin);
-      v[j + h] = rounded(b * cos + a * sin);
+    for (int j = 0; j < half; j++) {
+      const float a = v[j], b = v[j + half];
+      v[j] = rounded(a * angle[j] - b * angle[j + half]);
+      v[j + half] = rounded(b * angle[j] + a * angle[j + half]);
     }
   }
 }
@@ -217,47 +222,81 @@ __global__ void __launch_bounds__(kWarps * 32) attend(Attention p) {
     if (bits >> (lane + 32) & 1ull) path[r][__popcll(bits & ((below << 32) | 0xffffffffull))] = static_cast<uint8_t>(lane + 32);
     if (lane == 0) last_of[r] = prefix + __popcll(bits) - 1;
   }
-  wait_for_predecessor();
-  launch_dependents();
   const int lanes = (p.heads + 2 * p.groups) * kWidth;
   // does this block fold a tile that reaches past the prefix? The first of them is the tile of the prefix itself
-  bool own_nodes = rank == 0 && blockIdx.y == 0;
+  const bool writes = rank == 0 && blockIdx.y == 0;
+  bool own_nodes = writes;
   for (int s = prefix / kTile; s * kTile < end; s++) own_nodes |= s % kRanks == rank;
+  // a warp's jobs: keys of the pass's nodes (where they are needed), then queries
+  const int node_jobs = own_nodes ? p.t : 0, jobs = node_jobs + rows * kShare;
+  auto line_of = [&](int job) { return job < node_jobs ? line0 + job : line0 + first_row + (job - node_jobs) / kShare; };
+  float q_gain[kMany], k_gain[kMany], angle[kTogether][kMany];
+#pragma unroll
+  for (int j = 0; j < kMany; j++) {
+    q_gain[j] = p.q_gain ? __bfloat162float(p.q_gain[j * 32 + lane]) : 1.f;
+    k_gain[j] = p.k_gain ? __bfloat162float(p.k_gain[j * 32 + lane]) : 1.f;
+  }
+  auto angles = [&](int first_job) {
+#pragma unroll
+    for (int i = 0; i < kTogether; i++)
+      if (first_job + i * kWarps < jobs) load_angles<kWidth>(angle[i], p, line_of(first_job + i * kWarps));
+  };
+  angles(warp); // positions are older than the kernel before this one
   __syncthreads();
-  if (own_nodes) {
-    for (int i = warp; i < 2 * p.t; i += kWarps) {
-      const int node = i >> 1, which = i & 1;
-      const bf16 *from = p.projected + (line0 + node) * lanes + (p.heads + group + which * p.groups) * kWidth;
-      float v[kMany];
-      if (which == 0) {
-        turn<kWidth>(from, p.k_gain, p.cos_sin, load_long(p.positions + line0 + node), p.turned, p.eps, v);
-      } else {
+  wait_for_predecessor();
+  launch_dependents();
+  auto written_slot = [&](int node) { // of the cache, or -1
+    const int64_t row = load_long(p.index + line0 + node);
+    if (!writes || row < 0 || row >= static_cast<int64_t>(p.columns) * p.page) return static_cast<int64_t>(-1);
+    return static_cast<int64_t>(pages[row / p.page]) * p.page + row % p.page;
+  };
+  if (own_nodes) { // values as they are, 16 bytes a thread
+    for (int i = threadIdx.x; i < p.t * (kWidth / 8); i += kWarps * 32) {
+      const int node = i / (kWidth / 8), c = i % (kWidth / 8) * 8;
+      uint4 v = load_rows(p.projected + (line0 + node) * lanes + (p.heads + p.groups + group) * kWidth + c);
+      const int64_t slot = written_slot(node);
+      if (slot >= 0) *reinterpret_cast<uint4 *>(p.values + (static_cast<size_t>(slot) * p.groups + group) * kWidth + c) = v;
+      uint32_t *word = reinterpret_cast<uint32_t *>(&v);
 #pragma unroll
-        for (int j = 0; j < kMany; j++) v[j] = load_bf16(from + j * 32 + lane);
-      }
-      bf16 *to = which ? node_values + static_cast<size_t>(node) * P::kValue : node_keys + static_cast<size_t>(node) * P::kKey;
-      const int64_t row = load_long(p.index + line0 + node);
-      const bool written = rank == 0 && blockIdx.y == 0 && row >= 0 && row < static_cast<int64_t>(p.columns) * p.page;
-      bf16 *plane = which ? p.values : p.keys;
-      if (written) plane += ((static_cast<int64_t>(pages[row / p.page]) * p.page + row % p.page) * p.groups + group) * kWidth;
-      bool sound = true;
-#pragma unroll
-      for (int j = 0; j < kMany; j++) {
-        const bf16 x = __float2bfloat16(v[j]);
-        const bool finite = fabsf(v[j]) < INFINITY;
-        sound &= finite;
-        if (written) plane[j * 32 + lane] = x;
-        to[j * 32 + lane] = finite ? x : __float2bfloat16(0.f); // 0 * NaN is NaN: rows that do not see it must not get it
-      }
-      if (!sound) broken[node] = 1;
+      for (int j = 0; j < 4; j++)
+        if (!(fabsf(low(word[j])) < INFINITY) || !(fabsf(high(word[j])) < INFINITY)) word[j] = 0, broken[node] = 1;
+      *reinterpret_cast<uint4 *>(node_values + static_cast<size_t>(node) * P::kValue + c) = v;
     }
   }
-  for (int i = warp; i < rows * kShare; i += kWarps) {
-    const int64_t line = line0 + first_row + i / kShare;
-    float v[kMany];
-    turn<kWidth>(p.projected + line * lanes + (group * kShare + i % kShare) * kWidth, p.q_gain, p.cos_sin, load_long(p.positions + line), p.turned, p.eps, v);
+  for (int first_job = warp; first_job < jobs; first_job += kTogether * kWarps) {
+    float v[kTogether][kMany];
 #pragma unroll
-    for (int j = 0; j < kMany; j++) queries[static_cast<size_t>(i) * P::kKey + j * 32 + lane] = __float2bfloat16(v[j]);
+    for (int i = 0; i < kTogether; i++) {
+      const int job = first_job + i * kWarps;
+      if (job >= jobs) continue;
+      const int head = job < node_jobs ? p.heads + group : group * kShare + (job - node_jobs) % kShare;
+      const bf16 *from = p.projected + line_of(job) * lanes + head * kWidth + lane;
+#pragma unroll
+      for (int j = 0; j < kMany; j++) v[i][j] = load_bf16(from + j * 32);
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; i++) {
+      const int job = first_job + i * kWarps;
+      if (job >= jobs) continue;
+      if (job >= node_jobs) {
+        turn<kWidth>(v[i], q_gain, p.q_gain != nullptr, angle[i], p.turned, p.eps);
+        bf16 *to = queries + static_cast<size_t>(job - node_jobs) * P::kKey + lane;
+#pragma unroll
+        for (int j = 0; j < kMany; j++) to[j * 32] = __float2bfloat16(v[i][j]);
+        continue;
+      }
+      turn<kWidth>(v[i], k_gain, p.k_gain != nullptr, angle[i], p.turned, p.eps);
+      const int64_t slot = written_slot(job);
+      bf16 *to = node_keys + static_cast<size_t>(job) * P::kKey + lane;
+#pragma unroll
+      for (int j = 0; j < kMany; j++) {
+        const bool finite = fabsf(v[i][j]) < INFINITY;
+        if (slot >= 0) p.keys[(static_cast<size_t>(slot) * p.groups + group) * kWidth + j * 32 + lane] = __float2bfloat16(v[i][j]);
+        to[j * 32] = __float2bfloat16(finite ? v[i][j] : 0.f); // 0 * NaN is NaN: rows that do not see it must not get it
+        if (!finite) broken[job] = 1;
+      }
+    }
+    angles(first_job + kTogether * kWarps);
   }
   __syncthreads();
   const int own_row = warp * kOwn, own_rows = min(kOwn, rows - own_row);
@@ -291,6 +330,13 @@ __global__ void __launch_bounds__(kWarps * 32) attend(Attention p) {
           fold.tile([&](int i) { return first + i < prefix ? k + i * P::kKey : node_keys + node(i) * P::kKey; },
                     [&](int i) { return first + i < prefix ? v + i * P::kValue : node_values + node(i) * P::kValue; }, first,
                     after, sees, p.scale);
+          bool lost = false; // a query that sees a broken node is lost, and only such a query
+          for (int d = lane; d <= last - prefix; d += 32) lost |= broken[nodes[d]] != 0;
+          if (__any_sync(kAll, lost)) {
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+              if (row_of[h] == r) fold.norm[h] = NAN;
+          }
         }
       }
     }
@@ -336,14 +382,9 @@ __global__ void __launch_bounds__(kWarps * 32) attend(Attention p) {
       for (int j = 0; j < kMany; j++) y[j] = fmaf(share, part[j * 32], y[j]);
     }
     sum += exp2f(sink - high);
-    // only queries that see a broken node get its NaN
-    bool lost = false;
-    const int depth = last_of[row] - prefix;
-    for (int d = lane; d <= depth; d += 32) lost |= *cluster.map_shared_rank(broken + path[row][d], static_cast<unsigned>(prefix / kTile % kRanks)) != 0;
-    lost = __any_sync(kAll, lost);
 #pragma unroll
     for (int j = 0; j < kMany; j++)
-      p.y[((line0 + first_row + row) * p.heads + head) * kWidth + j * 32 + lane] = __float2bfloat16(lost ? NAN : y[j] / sum);
+      p.y[((line0 + first_row + row) * p.heads + head) * kWidth + j * 32 + lane] = __float2bfloat16(y[j] / sum);
   }
   cluster.sync();
 }

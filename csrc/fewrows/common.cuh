@@ -91,6 +91,13 @@ __device__ __forceinline__ void mma_piece(float4 &c, const uint4 &top, const uin
 }
 __device__ __forceinline__ float4 add(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 
+// Units of a ring are 16 KB of weights and five are in flight: enough to keep memory busy, little enough that a kernel and the
+// next one fit on a multiprocessor together, so that the next one's first weights are on their way before it may start.
+constexpr int kUnitsInFlight = 5;
+__host__ __device__ constexpr int pieces_of_unit(int threads, int pieces) {
+  return pieces < 512 / threads ? pieces : 512 / threads > 1 ? 512 / threads : 1;
+}
+
 // Each thread's own ring of `kUnits` units of `kLoads` 16-byte loads: shared memory used as more registers. Nobody else
 // reads a thread's slots, so waiting for its own copies is all the synchronisation there is.
 template <int kUnits, int kLoads>
@@ -109,10 +116,10 @@ __device__ __forceinline__ void load_group(uint4 (&b)[kPieces], const bf16 *x, b
 }
 
 // RMS norm of the block's row group in place: one rounding, sums in one order. gamma: [K] in shared memory, at the
-// thread's first column; partial: [warps][kRows] scratch. All threads of the block call it.
-template <int kPieces>
+// thread's first column; partial: [kWarps][kRows] scratch. All threads of the block call it.
+template <int kWarps, int kPieces>
 __device__ __forceinline__ void norm_group(uint4 (&b)[kPieces], const bf16 *gamma, float *partial, int columns, float eps) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < kPieces; i++) {
@@ -125,7 +132,8 @@ __device__ __forceinline__ void norm_group(uint4 (&b)[kPieces], const bf16 *gamm
   if ((lane & 3) == 0) partial[warp * kRows + (lane >> 2)] = sum;
   __syncthreads();
   float total = 0.f;
-  for (int w = 0; w < warps; w++) total += partial[w * kRows + (lane >> 2)];
+#pragma unroll
+  for (int w = 0; w < kWarps; w++) total += partial[w * kRows + (lane >> 2)];
   const float scale = rsqrtf(total / columns + eps);
 #pragma unroll
   for (int i = 0; i < kPieces; i++) {
@@ -138,10 +146,12 @@ __device__ __forceinline__ void norm_group(uint4 (&b)[kPieces], const bf16 *gamm
 }
 
 // Sum of the warps' partial tiles in ascending order; `red`: [warps][32] of this tile.
+template <int kWarps>
 __device__ __forceinline__ float4 sum_warps(const float4 *red) {
-  const int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+  const int lane = threadIdx.x & 31;
   float4 total = red[lane];
-  for (int w = 1; w < warps; w++) total = add(total, red[w * 32 + lane]);
+#pragma unroll
+  for (int w = 1; w < kWarps; w++) total = add(total, red[w * 32 + lane]);
   return total;
 }
 
@@ -149,11 +159,9 @@ __device__ __forceinline__ float4 sum_warps(const float4 *red) {
 template <class... Parameters, class... Arguments>
 inline cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared, cudaStream_t stream,
                           int cluster, Arguments... arguments) {
-  if (shared > 48 * 1024) {
-    const cudaError_t e =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
-    if (e != cudaSuccess) return e;
-  }
+  // static shared memory counts towards the 48 KB that need no asking
+  const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+  if (e != cudaSuccess) return e;
   // one carve-out for all: a multiprocessor must drain before it changes its own
   cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
   cudaLaunchConfig_t config = {};

@@ -9,7 +9,7 @@
 namespace eagle3 {
 
 constexpr int kExperts = 512; // at most
-constexpr int kDownUnits = 2; // experts in flight: leaves room for the kernels before and after
+constexpr int kDownUnits = 4; // pieces in flight
 constexpr int kChosen = 64;   // experts of a group, at most: 8 rows of 8 choices
 
 struct Experts {
@@ -33,7 +33,7 @@ struct Experts {
 template <int kPieces>
 __device__ __forceinline__ void route_group(const Experts &p, const uint4 (&b)[kPieces], uint4 (&w)[kPieces], int column,
                                             float *partial) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   for (int e = blockIdx.x; e < p.experts; e += gridDim.x) {
     if (e != static_cast<int>(blockIdx.x)) {
 #pragma unroll
@@ -53,7 +53,8 @@ __device__ __forceinline__ void route_group(const Experts &p, const uint4 (&b)[k
     __syncthreads();
     if (threadIdx.x < kRows) {
       float total = 0.f;
-      for (int w2 = 0; w2 < warps; w2++) total += partial[w2 * kRows + threadIdx.x];
+#pragma unroll
+      for (int w2 = 0; w2 < 8; w2++) total += partial[w2 * kRows + threadIdx.x];
       p.logits[(static_cast<size_t>(blockIdx.y) * kRows + threadIdx.x) * p.experts + e] = total;
     }
   }
@@ -68,12 +69,12 @@ __device__ __forceinline__ float value_of(uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
 
-// The choice of one row by one warp: the best `choices` logits, lower ids first among equals, weights by softmax. Writes
+// The choice of one row by one warp, 32 * kMany experts at most: the best `choices` logits, lower ids first among equals, weights by softmax. Writes
 // weight[e] for chosen experts; the others keep what they hold (-1).
+template <int kMany>
 __device__ __forceinline__ void choose(const Experts &p, int row, float *weight) {
   const int lane = threadIdx.x & 31;
   const float *logits = p.logits + (static_cast<size_t>(blockIdx.y) * kRows + row) * p.experts;
-  constexpr int kMany = kExperts / 32;
   uint32_t key[kMany], most = 0;
 #pragma unroll
   for (int j = 0; j < kMany; j++) {
@@ -113,14 +114,22 @@ __device__ __forceinline__ void choose(const Experts &p, int row, float *weight)
   if (lane < p.choices) weight[best_id] = raised / (p.renormalise ? sum : all);
 }
 
-// weight [8][experts] of the group's rows (-1: not chosen), list of its experts in ascending order; returns their number.
-// All threads call it; the block has at least 8 warps or takes its rows in turns.
+// Nothing is chosen yet: what may be done before the logits are there.
+__device__ __forceinline__ void clear_choices(const Experts &p, float *weight) {
+  for (int i = threadIdx.x; i < kRows * p.experts; i += blockDim.x) weight[i] = -1.f;
+}
+
+// weight [8][experts] of the group's rows (-1: not chosen; cleared before), list of its experts in ascending order; returns
+// their number. All threads call it.
 __device__ __forceinline__ int choose_group(const Experts &p, float *weight, int *list, int *count) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
   const int live = min(kRows, p.rows - static_cast<int>(blockIdx.y) * kRows);
-  for (int i = threadIdx.x; i < kRows * p.experts; i += blockDim.x) weight[i] = -1.f;
-  __syncthreads();
-  for (int r = warp; r < live; r += warps) choose(p, r, weight + r * p.experts);
+  for (int r = warp; r < live; r += warps) {
+    if (p.experts <= 128)
+      choose<4>(p, r, weight + r * p.experts);
+    else
+      choose<kExperts / 32>(p, r, weight + r * p.experts);
+  }
   __syncthreads();
   if (warp == 0) {
     int base = 0;
@@ -166,7 +175,7 @@ __global__ void __launch_bounds__(256, 2) router(Experts p) {
   launch_dependents();
   load_group(b, p.x + static_cast<size_t>(row) * p.columns + column, row < p.rows);
   __syncthreads();
-  norm_group(b, reinterpret_cast<const bf16 *>(gains) + column, partial, p.columns, p.eps);
+  norm_group<8>(b, reinterpret_cast<const bf16 *>(gains) + column, partial, p.columns, p.eps);
   route_group(p, b, w, column, partial);
 }
 
@@ -174,7 +183,7 @@ __global__ void __launch_bounds__(256, 2) router(Experts p) {
 // are resident at once (gridDim.y is 1 and gridDim.x at most the number of multiprocessors).
 template <int kPieces, bool kRoute>
 __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
-  constexpr int kQ = kPieces < 4 ? kPieces : 4, kUnits = 3, kParts = kPieces / kQ;
+  constexpr int kQ = pieces_of_unit(256, kPieces), kUnits = kUnitsInFlight, kParts = kPieces / kQ;
   extern __shared__ uint4 ring_memory[];
   __shared__ float4 red[2][256];
   __shared__ float partial[8 * kRows];
@@ -191,11 +200,12 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
       w[i] = load_weights(p.router + static_cast<size_t>(min(static_cast<int>(blockIdx.x), p.experts - 1)) * p.columns + column + i * kPiece);
   }
   for (int i = threadIdx.x; i < p.columns / 8; i += 256) gains[i] = load_weights(p.gamma + i * 8);
+  clear_choices(p, weight);
   wait_for_predecessor();
   load_group(b, p.x + static_cast<size_t>(row) * p.columns + column, row < p.rows);
   prefetch_share(p.next, p.next_bytes);
   __syncthreads();
-  norm_group(b, reinterpret_cast<const bf16 *>(gains) + column, partial, p.columns, p.eps);
+  norm_group<8>(b, reinterpret_cast<const bf16 *>(gains) + column, partial, p.columns, p.eps);
   if (kRoute) {
     route_group(p, b, w, column, partial);
     if (threadIdx.x < 32) {
@@ -246,7 +256,7 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
     red[tile & 1][threadIdx.x] = c;
     __syncthreads();
     if (warp == (tile & 7)) {
-      const float4 sum = sum_warps(red[tile & 1]);
+      const float4 sum = sum_warps<8>(red[tile & 1]);
       const int pair = first + tile * 8 + g, r = 2 * (lane & 3);
       if (pair < last) {
         const int u = pair / p.width, i = pair - u * p.width, e = list[u];
@@ -265,28 +275,26 @@ __global__ void __launch_bounds__(kThreads, 2) combine_down(Experts p) {
   extern __shared__ uint4 ring_memory[];
   __shared__ float4 red[kThreads];
   __shared__ int list[kChosen], count;
-  Ring<kUnits, 3 * kPieces> ring(ring_memory);
-  float *weight = reinterpret_cast<float *>(ring_memory + kUnits * 3 * kPieces * kThreads);
+  Ring<kUnits, 3> ring(ring_memory);
+  float *weight = reinterpret_cast<float *>(ring_memory + kUnits * 3 * kThreads);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2;
   const int column = warp * kPieces * kPiece + (lane & 3) * 8, r = 2 * (lane & 3);
+  clear_choices(p, weight);
+  __syncthreads();
   const int chosen = choose_group(p, weight, list, &count); // the logits are older than the kernel before this one
-  const int out = blockIdx.x * kOutputs + g;
+  const int units = chosen * kPieces, out = blockIdx.x * kOutputs + g;
   const bool has_top = out < p.columns, has_bottom = out + 8 < p.columns;
-  auto weights = [&](int u) {
-    if (u >= chosen) return;
-    const bf16 *from = p.down + (static_cast<size_t>(list[u]) * p.columns + (has_top ? out : 0)) * p.width + column;
-#pragma unroll
-    for (int i = 0; i < kPieces; i++) {
-      copy_async(ring.slot(u, 3 * i), from + i * kPiece, has_top);
-      copy_async(ring.slot(u, 3 * i + 1), from + (has_bottom ? 8 * p.width : 0) + i * kPiece, has_bottom);
-    }
+  auto weights = [&](int unit) {
+    if (unit >= units) return;
+    const bf16 *from = p.down + (static_cast<size_t>(list[unit / kPieces]) * p.columns + (has_top ? out : 0)) * p.width + column + unit % kPieces * kPiece;
+    copy_async(ring.slot(unit, 0), from, has_top);
+    copy_async(ring.slot(unit, 1), from + (has_bottom ? 8 * p.width : 0), has_bottom);
   };
-  auto rows = [&](int u) {
-    if (u >= chosen) return;
-    const bool own = weight[g * p.experts + list[u]] >= 0.f;
-    const bf16 *from = p.hidden + ((static_cast<size_t>(blockIdx.y) * kChosen + u) * kRows + g) * p.width + column;
-#pragma unroll
-    for (int i = 0; i < kPieces; i++) copy_async(ring.slot(u, 3 * i + 2), from + i * kPiece, own);
+  auto rows = [&](int unit) {
+    if (unit >= units) return;
+    const int u = unit / kPieces;
+    const bf16 *from = p.hidden + ((static_cast<size_t>(blockIdx.y) * kChosen + u) * kRows + g) * p.width + column + unit % kPieces * kPiece;
+    copy_async(ring.slot(unit, 2), from, weight[g * p.experts + list[u]] >= 0.f);
   };
 #pragma unroll
   for (int u = 0; u < kUnits; u++) {
@@ -303,21 +311,24 @@ __global__ void __launch_bounds__(kThreads, 2) combine_down(Experts p) {
   }
   float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
   for (int u = 0; u < chosen; u++) {
-    wait_copies<kUnits - 1>();
     float4 c = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-    for (int i = 0; i < kPieces; i++) mma_piece(c, *ring.slot(u, 3 * i), *ring.slot(u, 3 * i + 1), *ring.slot(u, 3 * i + 2));
+    for (int i = 0; i < kPieces; i++) {
+      const int unit = u * kPieces + i;
+      wait_copies<kUnits - 1>();
+      mma_piece(c, *ring.slot(unit, 0), *ring.slot(unit, 1), *ring.slot(unit, 2));
+      weights(unit + kUnits);
+      rows(unit + kUnits);
+      commit_copies();
+    }
     const float w0 = weight[r * p.experts + list[u]], w1 = weight[(r + 1) * p.experts + list[u]];
     if (w0 >= 0.f) total.x = fmaf(w0, c.x, total.x), total.z = fmaf(w0, c.z, total.z);
     if (w1 >= 0.f) total.y = fmaf(w1, c.y, total.y), total.w = fmaf(w1, c.w, total.w);
-    weights(u + kUnits);
-    rows(u + kUnits);
-    commit_copies();
   }
   red[threadIdx.x] = total;
   __syncthreads();
   if (warp != 0) return;
-  const float4 sum = sum_warps(red);
+  const float4 sum = sum_warps<kThreads / 32>(red);
   const float values[2][2] = {{sum.x, sum.y}, {sum.z, sum.w}};
 #pragma unroll
   for (int half = 0; half < 2; half++)
@@ -332,9 +343,9 @@ __global__ void __launch_bounds__(kThreads, 2) combine_down(Experts p) {
 
 template <int kPieces>
 inline cudaError_t launch_gate_up(const Experts &p, int blocks, cudaStream_t stream) {
-  constexpr int kQ = kPieces < 4 ? kPieces : 4;
+  constexpr int kQ = pieces_of_unit(256, kPieces);
   const int groups = (p.rows + kRows - 1) / kRows;
-  const size_t shared = static_cast<size_t>(3) * 2 * kQ * 16 * 256 + static_cast<size_t>(kRows) * p.experts * 4;
+  const size_t shared = static_cast<size_t>(kUnitsInFlight) * 2 * kQ * 16 * 256 + static_cast<size_t>(kRows) * p.experts * 4;
   if (groups == 1) return launch(gate_up<kPieces, true>, dim3(blocks), 256, shared, stream, 1, p);
   const cudaError_t e = launch(router<kPieces>, dim3(p.experts < blocks ? p.experts : blocks, groups), 256, 0, stream, 1, p);
   if (e != cudaSuccess) return e;
@@ -344,7 +355,7 @@ inline cudaError_t launch_gate_up(const Experts &p, int blocks, cudaStream_t str
 template <int kThreads, int kPieces>
 inline cudaError_t launch_down(const Experts &p, cudaStream_t stream) {
   const dim3 grid((p.columns + kOutputs - 1) / kOutputs, (p.rows + kRows - 1) / kRows);
-  const size_t shared = static_cast<size_t>(kDownUnits) * 3 * kPieces * 16 * kThreads + static_cast<size_t>(kRows) * p.experts * 4;
+  const size_t shared = static_cast<size_t>(kDownUnits) * 3 * 16 * kThreads + static_cast<size_t>(kRows) * p.experts * 4;
   return launch(combine_down<kThreads, kPieces>, grid, kThreads, shared, stream, 1, p);
 }
 

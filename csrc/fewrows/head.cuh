@@ -49,7 +49,7 @@ struct Best {
 
 template <int kThreads, int kPieces>
 __global__ void __launch_bounds__(kThreads, kThreads > 384 ? 1 : 2) vocabulary(Vocabulary p) {
-  constexpr int kQ = kPieces < 1024 / kThreads ? kPieces : 1024 / kThreads, kUnits = 3, kParts = kPieces / kQ;
+  constexpr int kQ = pieces_of_unit(kThreads, kPieces), kUnits = kUnitsInFlight, kParts = kPieces / kQ;
   extern __shared__ uint4 ring_memory[];
   __shared__ float4 red[2][kThreads];
   __shared__ float partial[kThreads / 32 * kRows];
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, kThreads > 384 ? 1 : 2) vocabulary(V
   uint4 b[kPieces];
   load_group(b, p.x + static_cast<size_t>(row) * p.columns + column, row < p.rows);
   __syncthreads();
-  norm_group(b, reinterpret_cast<const bf16 *>(gains) + column, partial, p.columns, p.eps);
+  norm_group<kThreads / 32>(b, reinterpret_cast<const bf16 *>(gains) + column, partial, p.columns, p.eps);
   Best best[2];
   best[0].clear(), best[1].clear();
   const int base = blockIdx.y * kRows + 2 * (lane & 3);
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, kThreads > 384 ? 1 : 2) vocabulary(V
     red[tile & 1][threadIdx.x] = c;
     __syncthreads();
     if (warp != tile % (kThreads / 32)) continue;
-    const float4 sum = sum_warps(red[tile & 1]);
+    const float4 sum = sum_warps<kThreads / 32>(red[tile & 1]);
     const float values[2][2] = {{sum.x, sum.y}, {sum.z, sum.w}};
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -137,9 +137,9 @@ __global__ void __launch_bounds__(kThreads, kThreads > 384 ? 1 : 2) vocabulary(V
 
 template <int kThreads, int kPieces>
 inline cudaError_t launch_vocabulary(const Vocabulary &p, int blocks, cudaStream_t stream) {
-  constexpr int kQ = kPieces < 1024 / kThreads ? kPieces : 1024 / kThreads;
+  constexpr int kQ = pieces_of_unit(kThreads, kPieces);
   const dim3 grid(blocks, (p.rows + kRows - 1) / kRows);
-  return launch(vocabulary<kThreads, kPieces>, grid, kThreads, static_cast<size_t>(3) * 2 * kQ * 16 * kThreads, stream, 1, p);
+  return launch(vocabulary<kThreads, kPieces>, grid, kThreads, static_cast<size_t>(kUnitsInFlight) * 2 * kQ * 16 * kThreads, stream, 1, p);
 }
 
 inline cudaError_t head(const Vocabulary &p, int blocks, cudaStream_t stream) {

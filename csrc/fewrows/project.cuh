@@ -54,10 +54,10 @@ __device__ __forceinline__ void store_tile(const Projection &p, const TileRows<k
   }
 }
 
-// kPieces a warp, all of B in registers. Q pieces a unit, so that a unit is 32 KB or less whatever the number of warps.
+// kPieces a warp, all of B in registers.
 template <int kThreads, int kPieces, bool kNorm, bool kGated>
 __global__ void __launch_bounds__(kThreads, kNorm && kThreads > 384 ? 1 : 2) project(Projection p) {
-  constexpr int kQ = kPieces < 1024 / kThreads ? kPieces : 1024 / kThreads, kUnits = 3;
+  constexpr int kQ = pieces_of_unit(kThreads, kPieces), kUnits = kUnitsInFlight;
   extern __shared__ uint4 ring_memory[];
   __shared__ float4 red[2][kThreads];
   __shared__ float partial[kThreads / 32 * kRows];
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, kNorm && kThreads > 384 ? 1 : 2) pro
   load_group(b, p.x + static_cast<size_t>(row) * p.columns + column, row < p.rows);
   if (kNorm) {
     __syncthreads();
-    norm_group(b, reinterpret_cast<const bf16 *>(gains) + column, partial, p.columns, p.eps);
+    norm_group<kThreads / 32>(b, reinterpret_cast<const bf16 *>(gains) + column, partial, p.columns, p.eps);
   }
   for (int tile = 0; tile < tiles; tile++) {
     float4 c = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads, kNorm && kThreads > 384 ? 1 : 2) pro
     }
     red[tile & 1][threadIdx.x] = c;
     __syncthreads();
-    if (warp == tile % (kThreads / 32)) store_tile(p, rows, tile, sum_warps(red[tile & 1]));
+    if (warp == tile % (kThreads / 32)) store_tile(p, rows, tile, sum_warps<kThreads / 32>(red[tile & 1]));
   }
 }
 
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(512, 2) project_long(Projection p) {
     }
     red[tile & 1][threadIdx.x] = c;
     __syncthreads();
-    if (warp == tile % (kThreads / 32)) store_tile(p, rows, tile, sum_warps(red[tile & 1]));
+    if (warp == tile % (kThreads / 32)) store_tile(p, rows, tile, sum_warps<kThreads / 32>(red[tile & 1]));
   }
 }
 
@@ -172,9 +172,9 @@ inline int grid_of(int outputs, int blocks, int step) {
 
 template <int kThreads, int kPieces, bool kGated>
 inline cudaError_t launch_project(const Projection &p, int blocks, cudaStream_t stream) {
-  constexpr int kQ = kPieces < 1024 / kThreads ? kPieces : 1024 / kThreads;
+  constexpr int kQ = pieces_of_unit(kThreads, kPieces);
   const dim3 grid(grid_of(p.outputs, blocks, kGated ? 8 : 16), (p.rows + kRows - 1) / kRows);
-  const size_t ring = static_cast<size_t>(3) * 2 * kQ * 16 * kThreads;
+  const size_t ring = static_cast<size_t>(kUnitsInFlight) * 2 * kQ * 16 * kThreads;
   if (p.gamma) return launch(project<kThreads, kPieces, true, kGated>, grid, kThreads, ring, stream, 1, p);
   return launch(project<kThreads, kPieces, false, kGated>, grid, kThreads, ring, stream, 1, p);
 }
