@@ -154,7 +154,8 @@ def open_target(options):
         raise Refused(
             f"{_config(checkpoint)}: key 'architectures' is {names!r}; supported targets: {', '.join(CONFIGS)}"
         )
-    return Opened(checkpoint, reader.read(checkpoint.config, _config(checkpoint), checkpoint.generation), folder)
+    config = reader.read(checkpoint.config, _config(checkpoint), checkpoint.generation)
+    return Opened(format_of(checkpoint.config, _config(checkpoint)).view(checkpoint), config, folder)
 
 
 def open_draft(options):
@@ -193,7 +194,7 @@ class Plan:
         """-> target, its Source, drafter or None, its Source or None; memory is allocated, nothing is read."""
         tp, opened = self.tp, self.target
         source = Source(opened.checkpoint, device, self.dtype, tp.rank, tp.size)
-        experts = format_of(opened.checkpoint.config, opened.checkpoint.where)
+        experts = format_of(opened.checkpoint.config, _config(opened.checkpoint))
         layers = () if self.capture is None else self.capture.boundaries
         make = TARGETS[opened.config.architecture]
         target = make(opened.config, source, layers, self.length, experts, self.ops, tp)

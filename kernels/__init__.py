@@ -10,6 +10,8 @@ from . import (
     commit,
     draft_input,
     experts,
+    experts_fp8,
+    experts_int4,
     head,
     linear,
     mlp,
@@ -36,6 +38,8 @@ class Ops:
     attend: Callable
     route: Callable
     experts: Callable
+    experts_int4: Callable
+    experts_fp8: Callable
     moe: Callable
     mlp: Callable
     head: Callable
@@ -60,6 +64,8 @@ REFERENCE = Ops(
     attend=attend.reference,
     route=routing.reference,
     experts=experts.reference,
+    experts_int4=experts_int4.reference,
+    experts_fp8=experts_fp8.reference,
     moe=moe.reference,
     mlp=mlp.reference,
     head=head.reference,
@@ -84,6 +90,8 @@ FUSED = Ops(
     attend=attend.fused,
     route=routing.fused,
     experts=experts.fused,
+    experts_int4=experts_int4.fused,
+    experts_fp8=experts_fp8.fused,
     moe=moe.fused,
     mlp=mlp.fused,
     head=head.fused,

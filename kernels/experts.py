@@ -31,6 +31,14 @@ def _all_experts(x, ids, weights, gate_up, down, act):
     return torch.cat(parts)
 
 
+def touched(ids, experts):
+    """Which experts a pass has to unpack: (their numbers, `ids` as places among them). One a pair where these are few,
+    else all; nothing waits for the device."""
+    if ids.numel() < experts:
+        return ids.flatten(), torch.arange(ids.numel(), device=ids.device).view_as(ids)
+    return torch.arange(experts, device=ids.device), ids
+
+
 def reference(x, ids, weights, gate_up, down, activation, residual=None):
     """Mixture of experts over rows.
 
@@ -150,13 +158,13 @@ def _combine(part_ptr, weights_ptr, residual_ptr, y_ptr, choices, columns, RESID
     tl.store(y_ptr + row * columns + at, total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-def _tiles(pairs, experts, rows):
+def tiles(pairs, experts, rows):
     """Most tiles of `rows` places that `pairs` pairs can make: every tile but one an expert is full."""
     touched = min(pairs, experts)
     return touched + (pairs - touched) // rows
 
 
-def _grouping(experts, rows=ROWS):
+def grouping(experts, rows=ROWS):
     """Sizes of `_group`."""
     lanes = max(16, up(experts))
     return {"BP": max(16, 16384 // lanes // 2), "BE": lanes, "BR": rows}
@@ -165,11 +173,11 @@ def _grouping(experts, rows=ROWS):
 def group(ids, experts, rows=ROWS):
     """Pairs [N, k] by expert in tiles of `rows`: order [tiles * rows] and expert [tiles], int32 (see `_group`)."""
     pairs = ids.numel()
-    tiles = _tiles(pairs, experts, rows)
+    count = tiles(pairs, experts, rows)
     order, expert, rank = (
-        torch.empty(n, dtype=torch.int32, device=ids.device) for n in (tiles * rows, tiles, max(1, pairs))
+        torch.empty(n, dtype=torch.int32, device=ids.device) for n in (count * rows, count, max(1, pairs))
     )
-    _group[(1,)](ids.contiguous(), order, expert, rank, pairs, tiles, experts, **_grouping(experts, rows), num_warps=8)
+    _group[(1,)](ids.contiguous(), order, expert, rank, pairs, count, experts, **grouping(experts, rows), num_warps=8)
     return order, expert
 
 
@@ -206,7 +214,7 @@ def specimens():
     cases = []
     for experts in (128, 16):
         types = tables | {"ids_ptr": "*i64", "rank_ptr": "*i32"} | dict.fromkeys(("pairs", "tiles", "experts"), "i32")
-        cases.append((_group, types, _grouping(experts), {"num_warps": 8}))
+        cases.append((_group, types, grouping(experts), {"num_warps": 8}))
     for dtype, name in ((torch.bfloat16, "*bf16"), (torch.float16, "*fp16"), (torch.float32, "*fp32")):
         for columns, width in ((2048, 768), (256, 64)):
             tile = tile_of(dtype, columns, outputs=32)

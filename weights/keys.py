@@ -7,7 +7,7 @@ from weights.rotary import Rope, rope
 
 
 def plain_weights(fields: Fields) -> None:
-    """Refuses a quantised checkpoint, naming its method."""
+    """Refuses a quantised draft head, naming its method."""
     for key in ("quantization_config", "compression_config"):
         quantised = fields.sub(key)
         if quantised.raw:

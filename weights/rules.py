@@ -3,6 +3,7 @@ random model neither overflows nor goes flat."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 
@@ -14,7 +15,9 @@ Rule = Callable[[tuple[int, ...], torch.dtype, torch.Generator], torch.Tensor]
 
 
 def normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Normal(0, fan_in^-0.5); fan_in is the last dimension of [out, in]."""
+    """Normal(0, fan_in^-0.5); fan_in is the last dimension of [out, in]. FP8: Normal(0, 1), its scales do the rest."""
+    if dtype == torch.float8_e4m3fn:
+        return torch.randn(shape, device=generator.device, generator=generator).to(dtype)
     return torch.randn(shape, dtype=dtype, device=generator.device, generator=generator).mul_(shape[-1] ** -0.5)
 
 
@@ -26,10 +29,41 @@ def near_zero(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Gener
     return torch.randn(shape, dtype=dtype, device=generator.device, generator=generator).mul_(0.02)
 
 
+def words(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Every bit pattern of an integer alike: packed codes."""
+    limits = torch.iinfo(dtype)
+    return torch.randint(limits.min, limits.max + 1, shape, dtype=dtype, device=generator.device, generator=generator)
+
+
+def scales(columns: int, spread: float) -> Rule:
+    """Scales of codes that spread by `spread`, one for `columns` of a row: 0.5 to 1.5 times what gives matrices the
+    size of `normal`. Stored as integers they are exponents + 127."""
+
+    def rule(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+        usual = (shape[-1] * columns) ** -0.5 / spread
+        if not dtype.is_floating_point:
+            return torch.full(shape, 127 + round(math.log2(usual)), dtype=dtype, device=generator.device)
+        return ((torch.rand(shape, device=generator.device, generator=generator) + 0.5) * usual).to(dtype)
+
+    return rule
+
+
+def packed(config: dict) -> list[tuple[re.Pattern, Rule]]:
+    """Rules for the tensors of weights.formats: INT4, FP8 blocks, MXFP4."""
+    quantised = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config") or {}
+    groups = [group.get("weights", {}).get("group_size", 32) for group in quantised.get("config_groups", {}).values()]
+    return [
+        (re.compile(r"\.weight_packed$|_blocks$"), words),
+        (re.compile(r"\.weight_scale$"), scales(groups[0] if groups else 32, 4.6)),  # of 16 codes one apart
+        (re.compile(r"\.weight_scale_inv$"), scales(128, 1.0)),
+        (re.compile(r"_scales$"), scales(32, 2.9)),  # of the codes of e2m1
+    ]
+
+
 def rules(config: dict) -> list[tuple[re.Pattern, Rule]]:
     """Name pattern -> rule, the first that matches counts. A config with a draft vocabulary gets id tables that spread
     it evenly over the target's vocabulary."""
-    table: list[tuple[re.Pattern, Rule]] = []
+    table = packed(config)
     fields = Fields(config, "random weights")
     if fields.has("draft_vocab_size"):
         draft, vocab = fields.int("draft_vocab_size"), fields.int("vocab_size")

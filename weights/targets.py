@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from weights.fields import REQUIRED, Fields, architecture
-from weights.keys import full_attention, head_dim, kv_heads, plain_llama, plain_weights, rotary
+from weights.keys import full_attention, head_dim, kv_heads, plain_llama, rotary
 from weights.rotary import Rope
 
 
@@ -45,7 +45,6 @@ class DecoderConfig:
 
 def _decoder(fields: Fields, raw: dict, generation: dict | None) -> dict:
     """The keys that all targets write alike."""
-    plain_weights(fields)
     full_attention(fields)
     plain_llama(fields)
     heads, hidden = fields.int("num_attention_heads"), fields.int("hidden_size")

@@ -1,16 +1,37 @@
 """Weight formats: which stored tensors make up the experts of a layer, how they are cut, and the parameters that
 result."""
 
+from collections.abc import Callable
+
 from weights.fields import Fields
 from weights.formats.dense import Dense, DenseExperts, ExpertNames
-from weights.keys import plain_weights
+from weights.formats.fp8 import Fp8Blocks, Fp8Experts
+from weights.formats.int4 import Int4Experts, Int4Groups
+from weights.formats.modules import quantization
 
-FORMATS = {"dense": Dense}
+# quant_method of a `quantization_config` -> reader of that object
+FORMATS: dict[str, Callable[[Fields], object]] = {
+    "compressed-tensors": Int4Groups.read,
+    "fp8": Fp8Blocks.read,
+}
 
-__all__ = ["FORMATS", "Dense", "DenseExperts", "ExpertNames", "format_of"]
+__all__ = [
+    "FORMATS",
+    "Dense",
+    "DenseExperts",
+    "ExpertNames",
+    "Fp8Blocks",
+    "Fp8Experts",
+    "Int4Experts",
+    "Int4Groups",
+    "format_of",
+]
 
 
-def format_of(config: dict, where: str) -> Dense:
-    """The format that config.json names. Refused: a `quantization_config` without a row in FORMATS."""
-    plain_weights(Fields(config, where))
-    return FORMATS["dense"]()
+def format_of(config: dict, where: str):
+    """The format that config.json names: an object with `view` and `declare` as Dense has them. Refused: a
+    `quantization_config` of a method without a row in FORMATS, or of a scheme that its row does not know."""
+    fields = quantization(config, where)
+    if fields is None:
+        return Dense()
+    return FORMATS[fields.choice("quant_method", tuple(FORMATS))](fields)

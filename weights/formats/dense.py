@@ -46,6 +46,10 @@ class DenseExperts:
 class Dense:
     """Weights stored as they are used: one matrix a projection, [out, in]."""
 
+    def view(self, checkpoint):
+        """`checkpoint` as models see it: as it is."""
+        return checkpoint
+
     def declare(
         self, source: Source, names: Callable[[int], ExpertNames], experts: int, hidden: int, intermediate: int
     ) -> DenseExperts:

@@ -1,0 +1,71 @@
+"""Arguments for the grouped experts of packed weights, as tests/twin_cases.py has them for the others.
+
+Scales differ a hundredfold between neighbouring groups, so that one taken from the wrong group is loud.
+"""
+
+import torch
+from twin_cases import CASES as PLAIN
+from twin_cases import Make
+
+from weights.formats import fp8, int4
+
+
+def choices(make, rows, experts, top_k):
+    """Ids [N, k], one expert shared by most rows, and weights [N, k]."""
+    scores = torch.rand(rows, experts, generator=make.generator)
+    scores[:, 0] += 0.5
+    weights = torch.rand(rows, top_k, generator=make.generator)
+    return scores.topk(top_k, 1).indices.to(make.device), weights.to(make.device)
+
+
+def uneven(make, matrix, block, across):
+    """The matrix with each block of `block` rows and `across` columns 0.01 to 1 times as large."""
+    out, columns = matrix.shape[-2:]
+    size = 10 ** -(
+        2 * torch.rand(*matrix.shape[:-2], -(-out // block), -(-columns // across), generator=make.generator)
+    )
+    size = size.to(matrix.device).repeat_interleave(block, -2)[..., :out, :].repeat_interleave(across, -1)
+    return matrix.float() * size[..., :columns]
+
+
+def stacked(pack, matrix):
+    """(packed, scale) of each expert's matrix, stacked."""
+    return tuple(torch.stack(part) for part in zip(*(pack(m) for m in matrix), strict=True))
+
+
+def experts_int4(dtype, device):
+    make = Make(dtype, device)
+    for n, d, e, i, k, group, residual in (
+        (1, 64, 16, 96, 4, 32, True),
+        (9, 128, 6, 64, 2, 64, False),
+        (21, 128, 10, 32, 6, 32, True),
+        (2, 1088, 3, 64, 2, 32, False),
+    ):
+        ids, weights = choices(make, n, e, k)
+
+        def pack(matrix, group=group):
+            return int4.pack(matrix, group, dtype)
+
+        wide, tall = uneven(make, make.weight(e, 2 * i, d), 1, group), uneven(make, make.weight(e, d, i), 1, group)
+        extra = make.floats(n, d) if residual else None
+        packed = *stacked(pack, wide), *stacked(pack, tall)
+        yield f"{n}x{d}-{e}", (make.floats(n, d), ids, weights, *packed, "silu", extra)
+
+
+def experts_fp8(dtype, device):
+    make = Make(dtype, device)
+    for n, d, e, i, k, residual in (
+        (1, 64, 16, 80, 4, True),
+        (9, 256, 6, 128, 2, False),
+        (21, 192, 10, 32, 6, True),
+        (2, 1088, 3, 144, 2, False),
+    ):
+        ids, weights = choices(make, n, e, k)
+        gate, up, tall = make.weight(e, i, d), make.weight(e, i, d), make.weight(e, d, i)
+        parts = [stacked(fp8.quantise, uneven(make, m, 128, 128)) for m in (gate, up, tall)]
+        wide, wide_scale = (torch.cat(pair, 1) for pair in zip(*parts[:2], strict=True))
+        extra = make.floats(n, d) if residual else None
+        yield f"{n}x{d}-{e}", (make.floats(n, d), ids, weights, wide, wide_scale, *parts[2], "silu", extra)
+
+
+CASES = PLAIN | {f.__name__: f for f in (experts_int4, experts_fp8)}
