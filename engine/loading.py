@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import torch
 
 from kernels import FUSED, PREFILL, REFERENCE, Ops, native
-from weights import AnyCheckpoint, Checkpoint, Refused, Renamed, Source, eos_ids, head_names, named, resolve
+from weights import AnyCheckpoint, Checkpoint, Refused, Renamed, Source, head_names, named, resolve
 from weights.capture import Capture, boundaries
-from weights.config import Eagle3Config, LlamaConfig, Qwen3MoeConfig
+from weights.config import DeepseekConfig, Eagle3Config, LlamaConfig, Qwen3MoeConfig
 from weights.formats import format_of
 from weights.heads import check_table, tolerated
 
@@ -24,6 +24,9 @@ CONFIGS = {
     "LlamaForCausalLM": LlamaConfig,
     "Qwen3ForCausalLM": LlamaConfig,
     "Qwen3MoeForCausalLM": Qwen3MoeConfig,
+    "DeepseekV2ForCausalLM": DeepseekConfig,
+    "DeepseekV3ForCausalLM": DeepseekConfig,
+    "KimiK25ForConditionalGeneration": DeepseekConfig,
 }
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -133,7 +136,12 @@ def _config(checkpoint):
 
 
 def _reduced(raw, layers):
-    return raw if layers is None else {**raw, "num_hidden_layers": layers}
+    """The config with fewer layers, or as it is (None)."""
+    if layers is None:
+        return raw
+    if "text_config" in raw:
+        return {**raw, "text_config": _reduced(raw["text_config"], layers)}
+    return {**raw, "num_hidden_layers": layers}
 
 
 def open_target(options):
@@ -263,7 +271,7 @@ def load(options, progress=None, announce=None):
         dtype=dtype,
         device=device,
         text=None if target.folder is None else Text.find(target.folder),
-        end_ids=eos_ids(target.checkpoint.config, target.checkpoint.generation, target.checkpoint.where),
+        end_ids=target.config.eos_ids,
         max_context=max_context,
         capture=capture,
         memory=stated,

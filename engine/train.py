@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from kernels import REFERENCE
-from weights.config import Eagle3Config, Refused, eos_ids
+from weights.config import Eagle3Config, Refused
 
 from .forced import PAGE, Teacher
 from .loading import Options, Plan, device_of, open_target
@@ -321,7 +321,7 @@ def run(o, argv):
     raw, capture = describe(opened.config, opened.checkpoint.config, o.draft_vocab, o.intermediate, o.capture_layers)
     config = Eagle3Config.read(raw, "the head")
     stream, held = (s.to(o.device) for s in streams(o, opened.folder, opened.config.vocab))
-    end_ids = eos_ids(opened.checkpoint.config, opened.checkpoint.generation, opened.checkpoint.where)
+    end_ids = opened.config.eos_ids
     target = load_target(opened, capture, o.length + PAGE, o.device)
     say(f"capture layers: boundaries {list(capture.boundaries)} ({capture.why}); {len(stream)} tokens on {o.device}")
 

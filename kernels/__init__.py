@@ -14,6 +14,9 @@ from . import (
     experts_int4,
     head,
     linear,
+    mla,
+    mla_attention,
+    mla_prefill,
     mlp,
     moe,
     norm,
@@ -36,6 +39,8 @@ class Ops:
     qkv: Callable
     attention: Callable
     attend: Callable
+    mla_qkv: Callable
+    mla_attention: Callable
     route: Callable
     experts: Callable
     experts_int4: Callable
@@ -62,6 +67,8 @@ REFERENCE = Ops(
     qkv=qkv.reference,
     attention=attention.reference,
     attend=attend.reference,
+    mla_qkv=mla.reference,
+    mla_attention=mla_attention.reference,
     route=routing.reference,
     experts=experts.reference,
     experts_int4=experts_int4.reference,
@@ -88,6 +95,8 @@ FUSED = Ops(
     qkv=qkv.fused,
     attention=attention.fused,
     attend=attend.fused,
+    mla_qkv=mla.fused,
+    mla_attention=mla_attention.fused,
     route=routing.fused,
     experts=experts.fused,
     experts_int4=experts_int4.fused,
@@ -109,4 +118,4 @@ FUSED = Ops(
 )
 
 # for passes over a prompt: many rows, causal, never part of a cycle
-PREFILL = replace(FUSED, **prefill.OPERATIONS)
+PREFILL = replace(FUSED, **prefill.OPERATIONS, **mla_prefill.OPERATIONS)

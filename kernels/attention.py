@@ -99,7 +99,7 @@ DEEPEST = tl.constexpr(63)  # a tree of 64 nodes is no deeper: keys this far bef
 
 
 @triton.jit
-def _last(prefix, tree_ptr, at, inside, row, TREE: tl.constexpr):
+def last_of(prefix, tree_ptr, at, inside, row, TREE: tl.constexpr):
     """Positions of the queries `at` (any shape): prefix + popcount(bits) - 1, or prefix + row without bitsets."""
     if TREE:
         x = tl.load(tree_ptr + at, mask=inside, other=1)
@@ -114,7 +114,7 @@ def _last(prefix, tree_ptr, at, inside, row, TREE: tl.constexpr):
 
 
 @triton.jit
-def _stretch(last, SPLIT: tl.constexpr):
+def stretch(last, SPLIT: tl.constexpr):
     """E: where the recent stretch of a query at position `last` begins, a multiple of SPLIT at least 63 keys before."""
     return tl.where(last > DEEPEST, (last - DEEPEST) // SPLIT * SPLIT, 0)
 
@@ -124,6 +124,30 @@ def slot_of(pages_ptr, row, inside, PAGE: tl.constexpr):
     """Slots (int64) of logical rows; pages_ptr: the sequence's row of the table. Rows outside are slot 0."""
     page = tl.load(pages_ptr + row // PAGE, mask=inside, other=0).to(tl.int64)
     return page * PAGE + tl.where(inside, row % PAGE, 0)
+
+
+@triton.jit
+def path_key(position, prefix, member, rank, bit):
+    """Logical rows [N] of a query's keys in position order: the i-th past the prefix is the row of its i-th set bit.
+
+    bit: [64] node numbers; member: whether the bit is set; rank: set bits before it.
+    """
+    past = (position - prefix)[:, None]
+    node = tl.sum(tl.where((rank[None, :] == past) & member[None, :], bit[None, :], 0), 1)
+    return tl.where(position < prefix, position, prefix + node)
+
+
+@triton.jit
+def online(score, v, seen, top, norm, total):
+    """Scores [M, N] and values [N, BV] of one step into the running maximum and sum [M] and total [M, BV]."""
+    score = tl.where(seen, score, float("-inf"))
+    high = tl.maximum(top, tl.max(score, 1))
+    base = tl.where(high == float("-inf"), 0.0, high)
+    weight, keep = tl.math.exp2(score - base[:, None]), tl.math.exp2(top - base)
+    any_seen = tl.max(seen.to(tl.int32), 1) > 0
+    added = tl.dot(weight.to(v.dtype), v, total * keep[:, None], input_precision="ieee")
+    norm = tl.where(any_seen, norm * keep + tl.sum(weight, 1), norm)
+    return tl.where(any_seen, high, top), norm, tl.where(any_seen[:, None], added, total)
 
 
 @triton.jit
@@ -139,18 +163,11 @@ def _fold(q, k_ptr, v_ptr, slot, inside, seen, scale, top, norm, total, head, gr
     k = tl.load(k_ptr + low * DK + lane_k[None, :], mask=inside[:, None] & (lane_k < DK)[None, :], other=0.0)
     v = tl.load(v_ptr + low * DV + lane_v[None, :], mask=inside[:, None] & (lane_v < DV)[None, :], other=0.0)
     score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    score = tl.where(seen, score, float("-inf"))
-    high = tl.maximum(top, tl.max(score, 1))
-    base = tl.where(high == float("-inf"), 0.0, high)
-    weight, keep = tl.math.exp2(score - base[:, None]), tl.math.exp2(top - base)
-    any_seen = tl.max(seen.to(tl.int32), 1) > 0
-    added = tl.dot(weight.to(v.dtype), v, total * keep[:, None], input_precision="ieee")
-    norm = tl.where(any_seen, norm * keep + tl.sum(weight, 1), norm)
-    return tl.where(any_seen, high, top), norm, tl.where(any_seen[:, None], added, total)
+    return online(score, v, seen, top, norm, total)
 
 
 @triton.jit
-def _keep(total_ptr, stat_ptr, part, wanted, top, norm, total, DV: tl.constexpr, BV: tl.constexpr):
+def keep_partial(total_ptr, stat_ptr, part, wanted, top, norm, total, DV: tl.constexpr, BV: tl.constexpr):
     """Write the partials `part` [M] where wanted."""
     lane_v = tl.arange(0, BV)
     tl.store(total_ptr + part[:, None] * DV + lane_v[None, :], total, mask=wanted[:, None] & (lane_v < DV)[None, :])
@@ -171,8 +188,8 @@ def _splits(
     live = (row < t) & (own < R)
     line = line0 + row
     at = line * (groups * R) + head * R + own
-    last = _last(prefix, tree_ptr, line, row < t, row, TREE)
-    edge = tl.where(live, _stretch(last, SPLIT), 0)
+    last = last_of(prefix, tree_ptr, line, row < t, row, TREE)
+    edge = tl.where(live, stretch(last, SPLIT), 0)
     end, begin = tl.max(edge, 0), prefix * 0
     if WINDOW:
         begin = tl.maximum(tl.min(tl.where(live, last, 1 << 30), 0) - window + 1, 0) // SPLIT
@@ -192,7 +209,7 @@ def _splits(
                 q, k_ptr, v_ptr, slot, inside, seen, scale, top, norm, total, head, groups, DK, DV, BK, BV
             )
         wanted = live & (lane * SPLIT < edge)
-        _keep(total_ptr, stat_ptr, at * (LANES + 1) + lane, wanted, top, norm, total, DV, BV)
+        keep_partial(total_ptr, stat_ptr, at * (LANES + 1) + lane, wanted, top, norm, total, DV, BV)
 
 
 @triton.jit
@@ -205,20 +222,18 @@ def _recent(
     """The recent stretch of one query's R heads, gathered in position order."""
     own, lane_k, bit = tl.arange(0, RECENT), tl.arange(0, BK), tl.arange(0, 64)
     at, live = line * (groups * R) + head * R + own, own < R
-    last = _last(prefix, tree_ptr, line, True, row, TREE)
+    last = last_of(prefix, tree_ptr, line, True, row, TREE)
     if TREE:
         member = ((tl.load(tree_ptr + line) >> bit.to(tl.int64)) & 1) == 1
         rank = tl.cumsum(member.to(tl.int32), 0) - 1
     q = tl.load(q_ptr + at[:, None] * DK + lane_k[None, :], mask=live[:, None] & (lane_k < DK)[None, :], other=0.0)
     top = tl.full([RECENT], float("-inf"), tl.float32)
     norm, total = tl.zeros([RECENT], tl.float32), tl.zeros([RECENT, BV], tl.float32)
-    for start in range(_stretch(last, SPLIT), last + 1, SPLIT):
+    for start in range(stretch(last, SPLIT), last + 1, SPLIT):
         position = start + tl.arange(0, SPLIT)
         key = position
-        if TREE:  # the i-th key past the prefix is the row of the i-th set bit
-            past = (position - prefix)[:, None]
-            node = tl.sum(tl.where((rank[None, :] == past) & member[None, :], bit[None, :], 0), 1)
-            key = tl.where(position < prefix, position, prefix + node)
+        if TREE:
+            key = path_key(position, prefix, member, rank, bit)
         inside = (position <= last) & (key < rows)
         seen = live[:, None] & inside[None, :]
         if WINDOW:
@@ -227,7 +242,7 @@ def _recent(
         top, norm, total = _fold(
             q, k_ptr, v_ptr, slot, inside, seen, scale, top, norm, total, head, groups, DK, DV, BK, BV
         )
-    _keep(total_ptr, stat_ptr, at * (LANES + 1) + LANES, live, top, norm, total, DV, BV)
+    keep_partial(total_ptr, stat_ptr, at * (LANES + 1) + LANES, live, top, norm, total, DV, BV)
 
 
 @triton.jit(do_not_specialize=["t", "columns", "table"])
@@ -261,15 +276,16 @@ def _partials(
 
 
 @triton.jit(do_not_specialize=["t"])
-def _merge(
+def merge_partials(
     total_ptr, stat_ptr, prefix_ptr, tree_ptr, sinks_ptr, y_ptr, t, heads, DV: tl.constexpr,
     TREE: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, LANES: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, head): the lanes' partials by one fixed tree, the recent stretch last, a sink in the sum."""
+    """Program (row, head, v): BV columns of the lanes' partials by one fixed tree, the recent stretch last, a sink in
+    the sum."""
     row, head = tl.program_id(0), tl.program_id(1)
-    last = _last(tl.load(prefix_ptr + row // t).to(tl.int32), tree_ptr, row, True, row % t, TREE)
-    edge = _stretch(last, SPLIT)
-    lane, lane_v = tl.arange(0, LANES), tl.arange(0, BV)
+    last = last_of(tl.load(prefix_ptr + row // t).to(tl.int32), tree_ptr, row, True, row % t, TREE)
+    edge = stretch(last, SPLIT)
+    lane, lane_v = tl.arange(0, LANES), tl.program_id(2) * BV + tl.arange(0, BV)
     part = (row.to(tl.int64) * heads + head) * (LANES + 1)
     used, wide = lane * SPLIT < edge, lane_v < DV
     tops = tl.load(stat_ptr + (part + lane) * 2, mask=used, other=float("-inf"))
@@ -327,7 +343,7 @@ def fused(q, k_plane, v_plane, pages, prefix, tree, page_size, scale, window=Non
         q.contiguous(), k_plane, v_plane, pages, prefix, tree, totals, stats,
         t, pages.shape[1], pages.stride(0), groups, scale * 1.4426950408889634, window or 0, **constants, **options,
     )  # fmt: skip
-    _merge[(rows, heads)](
+    merge_partials[(rows, heads)](
         totals, stats, prefix, tree, sinks, y, t, heads, width_v, tree is not None, sinks is not None,
         constants["SPLIT"], lanes, constants["BV"], num_warps=4,
     )  # fmt: skip
@@ -348,5 +364,5 @@ def specimens():
                 types = {"total_ptr": "*fp32", "stat_ptr": "*fp32", "prefix_ptr": "*i64", "tree_ptr": "*i64"}
                 types |= {"sinks_ptr": name, "y_ptr": name, "t": "i32", "heads": "i32"}
                 merge = {n: constants[n] for n in ("DV", "TREE", "SPLIT", "LANES", "BV")} | {"SINKS": window}
-                cases.append((_merge, types, merge, {"num_warps": 4}))
+                cases.append((merge_partials, types, merge, {"num_warps": 4}))
     return cases

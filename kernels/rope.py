@@ -1,4 +1,4 @@
-"""Rotary embedding, half-split (Llama, Qwen) form: lane i pairs with lane i + R/2 of the first R lanes."""
+"""Rotary embedding. Half-split (Llama, Qwen): lane i pairs with lane i + R/2 of the first R lanes; or interleaved."""
 
 import torch
 
@@ -17,3 +17,10 @@ def reference(x, cos_sin, positions):
     a, b = turned.split(half, -1)
     turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
     return torch.cat([turned, rest], -1)
+
+
+def pairs(x, cos_sin, positions):
+    """The same for interleaved pairs (DeepSeek): lane 2i with lane 2i + 1 of all R lanes."""
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, -1)  # N 1 R/2
+    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2).to(x.dtype)

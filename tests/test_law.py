@@ -109,13 +109,45 @@ def test_qkv_row_is_alone(device, dtype):
         assert all(same(one[0], all_[n]) for one, all_ in zip(alone, whole, strict=True)), n
 
 
+@pytest.mark.parametrize("device, dtype", RUNS)
+@pytest.mark.parametrize("q_rank", [40, None])
+def test_latent_row_is_alone(q_rank, device, dtype):
+    """One row of a batch of trees, and the same row by itself on other pages: same queries, same cached row. Kills: a
+    norm or an absorption whose order follows the number of rows."""
+    make = Make(dtype, device, 7)
+    b, t, d, h, nope, turned, latent = 3, 5, 328, 3, 20, 8, 72
+    x, gain, wide = make.floats(b * t, d), make.gain(d), h * (nope + turned)
+    down, up = make.weight((q_rank or wide) + latent + turned, d), make.weight(h, nope, latent)
+    query = (make.gain(q_rank), make.weight(wide, q_rank)) if q_rank else (None, None)
+    table, norm, start = make.floats(64, turned, dtype=torch.float32), make.gain(latent), make.ints([[3], [17], [30]])
+    at = start + torch.arange(t, device=device)
+
+    def run(rows, positions, pages, page):
+        (plane,) = make.planes(1, pages, page, 1, latent + turned)
+        q = kernels.FUSED.mla_qkv(
+            rows, gain, 1e-6, down, *query, norm, up, table, positions, positions, pages, page, plane
+        )
+        slots = pages.long().gather(1, positions // page) * page + positions % page
+        return q, plane[slots.view(-1)]
+
+    whole = run(x, at, make.pages(b, 10), 4)
+    assert all(torch.isfinite(y).all() for y in whole)
+    for n in (0, 7, 14):
+        alone = run(x[n : n + 1], at.view(-1)[n].view(1, 1), make.pages(1, 3), 16)
+        assert all(same(one[0], all_[n]) for one, all_ in zip(alone, whole, strict=True)), n
+
+
 class Text:
     """Keys, values and queries of positions 0..length-1, the same in every layout they are laid out in."""
 
     def __init__(self, make, length, heads, groups, width):
         self.make, self.width = make, width
         self.q = make.floats(length, heads, width)
-        self.k, self.v = make.floats(length, groups, width), make.floats(length, groups, width)
+        self.rows = make.floats(length, groups, width), make.floats(length, groups, width)
+
+    def run(self, q, planes, pages, prefixes, bits, page, window):
+        """The op on rows laid out."""
+        return kernels.FUSED.attention(q, *planes, pages, prefixes, bits, page, self.width**-0.5, window)
 
     def attend(self, layouts, page, window=None):
         """layouts: for each sequence (prefix, nodes of a pass, path = node of each position past the prefix).
@@ -125,7 +157,7 @@ class Text:
         make, t = self.make, layouts[0][1]
         columns = -(-(max(prefix for prefix, *_ in layouts) + t) // page)
         pages = make.pages(len(layouts), columns)
-        planes = make.planes(2, pages, page, self.k.shape[1], self.width)
+        planes = make.planes(len(self.rows), pages, page, *self.rows[0].shape[1:])
         fill(make, planes, pages, page, [prefix + t for prefix, *_ in layouts])
         q, bits = make.floats(len(layouts), t, *self.q.shape[1:]), []
         for b, (prefix, _, path) in enumerate(layouts):
@@ -136,23 +168,37 @@ class Text:
             position = torch.arange(prefix + len(path), device=make.device)
             row = torch.cat([position[:prefix], prefix + make.ints(path)])
             slot = pages[b].long()[row // page] * page + row % page
-            planes[0][slot], planes[1][slot] = self.k[position], self.v[position]
+            for plane, rows in zip(planes, self.rows, strict=True):
+                plane[slot] = rows[position]
             q[b, path] = self.q[prefix : prefix + len(path)]
         prefixes = make.ints([prefix for prefix, *_ in layouts])
-        y = kernels.FUSED.attention(
-            q.flatten(0, 1), *planes, pages, prefixes, make.ints(bits), page, self.width**-0.5, window
-        )
+        y = self.run(q.flatten(0, 1), planes, pages, prefixes, make.ints(bits), page, window)
         return y.view(len(layouts), t, -1)
 
 
+class LatentText(Text):
+    """The same of rows that are keys and values at once: latents of 24, keys of 8 beside them, three heads."""
+
+    def __init__(self, make, length):
+        super().__init__(make, length, 3, 1, 32)
+        self.rows, self.v_up = self.rows[:1], make.weight(3, 10, 24)
+
+    def run(self, q, planes, pages, prefixes, bits, page, window):
+        return kernels.FUSED.mla_attention(q, *planes, self.v_up, pages, prefixes, bits, page, self.width**-0.5)
+
+
+TEXTS = {"attention": lambda make, length: Text(make, length, 2, 1, 16), "mla_attention": LatentText}
+
+
 @pytest.mark.parametrize("device, dtype", RUNS)
-def test_attention_of_a_position_is_the_same_in_every_layout(device, dtype):
+@pytest.mark.parametrize("op", TEXTS)
+def test_attention_of_a_position_is_the_same_in_every_layout(op, device, dtype):
     """Plain, chain and scattered tree; borders of pages, of splits and of the recent stretch; batch; page size.
 
     Kills: splits counted from the prefix or the sequence's end, ancestors folded in node order, a border by sequence.
     """
     make = Make(dtype, device, 11)
-    text = Text(make, 700 if device == "cpu" else 4300, 2, 1, 16)
+    text = TEXTS[op](make, 700 if device == "cpu" else 4300)
     few = (3, 63, 79, 128, 600)  # the interpreter is slow
     more = (62, 64, 65, 78, 80, 126, 127, 129, 142, 143, 144, 190, 191, 192, 255, 2110, 2111, 2112, 2175, 4200)
     for p in few if device == "cpu" else (*few, *more):
@@ -173,11 +219,12 @@ def test_attention_of_a_position_is_the_same_in_every_layout(device, dtype):
 
 
 @pytest.mark.parametrize("device, dtype", RUNS)
-def test_attention_of_a_deep_branch(device, dtype):
+@pytest.mark.parametrize("op", TEXTS)
+def test_attention_of_a_deep_branch(op, device, dtype):
     """A branch of 63 nodes that leaves one out, each as in plain decoding. Kills: a recent stretch shorter than a tree
     is deep, whose early nodes would be read as if they lay in position order."""
     make = Make(dtype, device, 13)
-    text = Text(make, 200, 2, 1, 16)
+    text = TEXTS[op](make, 200)
     path = (0, *range(2, 64))
     branch = text.attend([(100, 64, path)], 16)
     for i in (0, 1, 20, 27, 28, 43, 44, 61, 62):

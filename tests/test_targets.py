@@ -63,12 +63,12 @@ def checkpoint(toys, variant, style):
     return path
 
 
-def build(path):
-    """The target with every boundary captured, and a cache of 40 pages full of noise."""
+def build(path, length=128):
+    """The target with every boundary captured, a rotary table of `length`, and a cache of 40 pages full of noise."""
     opened = loading.open_target(loading.Options(target=path))
     layers = opened.config.layers
     every = Capture(tuple(range(layers + 1)), "override", "")
-    plan = loading.Plan(opened, None, every, 128, REFERENCE, loading.TP(), torch.float32)
+    plan = loading.Plan(opened, None, every, length, REFERENCE, loading.TP(), torch.float32)
     target, source, _, _ = plan.build(torch.device("cpu"))
     source.fill()
     cache = Cache({"target": target.cache_rows}, 40, PAGE, torch.float32, torch.device("cpu"))

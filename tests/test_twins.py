@@ -14,7 +14,7 @@ from toys import V, pair
 
 import kernels
 from engine import Sampling, Shape
-from kernels.prefill import OPERATIONS
+from kernels import mla_prefill, prefill
 
 CPU = pytest.mark.interpreter
 GPU = pytest.mark.gpu
@@ -28,9 +28,14 @@ RUNS = [
         ("cuda", torch.bfloat16, GPU),
     )
 ]
+OPERATIONS = prefill.OPERATIONS | mla_prefill.OPERATIONS
 TOLERANCE = {torch.float32: (2e-5, 1e-4), torch.float16: (4e-3, 1e-2), torch.bfloat16: (3e-2, 3e-2)}
 # what nobody reads, cut off the last two arguments: the cache's slot 0, the backlog's last row
-SCRATCH = {"qkv": lambda plane: plane[1:], "follow": lambda backlog: backlog[:, :-1]}
+SCRATCH = {
+    "qkv": lambda plane: plane[1:],
+    "mla_qkv": lambda plane: plane[1:],
+    "follow": lambda backlog: backlog[:, :-1],
+}
 
 
 @contextlib.contextmanager
@@ -109,7 +114,7 @@ def test_twin(op, device, dtype):
 @pytest.mark.parametrize("op", sorted(OPERATIONS))
 def test_prefill_twin(op, device, dtype):
     for name, arguments in CASES[op](dtype, device):
-        if op in ("attention", "attend") and not name.startswith("causal"):
+        if op in ("attention", "attend", "mla_attention") and not name.startswith("causal"):
             with pytest.raises(ValueError, match="causal"):
                 getattr(kernels.PREFILL, op)(*arguments)
         else:

@@ -1,8 +1,20 @@
 """Configs of the supported models, by one name each: targets, draft heads, and the reader they are built on."""
 
+from weights.deepseek import DeepseekConfig
 from weights.eagle3 import Eagle3Config
 from weights.fields import Fields, Refused, named
 from weights.rotary import Rope, rope
 from weights.targets import LlamaConfig, Qwen3MoeConfig, eos_ids
 
-__all__ = ["Eagle3Config", "Fields", "LlamaConfig", "Qwen3MoeConfig", "Refused", "Rope", "eos_ids", "named", "rope"]
+__all__ = [
+    "DeepseekConfig",
+    "Eagle3Config",
+    "Fields",
+    "LlamaConfig",
+    "Qwen3MoeConfig",
+    "Refused",
+    "Rope",
+    "eos_ids",
+    "named",
+    "rope",
+]

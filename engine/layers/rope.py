@@ -31,17 +31,22 @@ def _llama3(rope, inverse, original):
     return (1 - blend) * inverse / rope.factor + blend * inverse
 
 
+def _term(rope, mscale):
+    return 0.1 * mscale * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+
 def magnitude(rope):
     """Factor on cosines and sines: given, or YaRN's ratio of its two mscale terms (DeepSeek), or 1."""
     if rope.attention_factor is not None or rope.kind != "yarn":
         return 1.0 if rope.attention_factor is None else rope.attention_factor
-
-    def term(mscale):
-        return 0.1 * mscale * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
-
     if rope.mscale and rope.mscale_all_dim:
-        return term(rope.mscale) / term(rope.mscale_all_dim)
-    return term(1.0)
+        return _term(rope, rope.mscale) / _term(rope, rope.mscale_all_dim)
+    return _term(rope, 1.0)
+
+
+def sharpness(rope):
+    """Factor on the softmax scale of latent attention: the square of YaRN's all-dim mscale term (DeepSeek), or 1."""
+    return _term(rope, rope.mscale_all_dim) ** 2 if rope.kind == "yarn" and rope.mscale_all_dim else 1.0
 
 
 def table(rope, head_dim, max_positions, length, device):

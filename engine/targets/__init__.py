@@ -6,10 +6,13 @@ The Target protocol: `config`, `cache_rows` (cache.Rows), `boundaries`, `feature
 bound to others while nothing is captured, and `features` follows.
 """
 
-from . import llama, qwen3_moe
+from . import deepseek_v3, llama, qwen3_moe
 
 TARGETS = {
     "LlamaForCausalLM": llama.Llama,
     "Qwen3ForCausalLM": llama.Llama,
     "Qwen3MoeForCausalLM": qwen3_moe.Qwen3MoE,
+    "DeepseekV2ForCausalLM": deepseek_v3.DeepseekV3,
+    "DeepseekV3ForCausalLM": deepseek_v3.DeepseekV3,
+    "KimiK25ForConditionalGeneration": deepseek_v3.DeepseekV3,
 }

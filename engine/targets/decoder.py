@@ -22,7 +22,7 @@ class Decoder:
 
     def __init__(self, config, source, boundaries, length, experts_format, ops, tp):
         self.config, self.boundaries, self.experts_format = config, boundaries, experts_format
-        self.cache_rows = Rows(config.layers, 2, config.kv_heads // tp.size, config.head_dim)
+        self.cache_rows = self.rows(tp)
         self.embedding = Embedding(source, "model.embed_tokens", config.vocab, config.hidden, tp)
         cos_sin = rope.table(config.rope, config.head_dim, config.max_positions, length, source.device)
         self.layers = [self._layer(source, i, cos_sin, ops, tp) for i in range(config.layers)]
@@ -39,14 +39,23 @@ class Decoder:
         """Width of the boundaries handed out, side by side."""
         return len(self.boundaries) * self.config.hidden
 
+    def rows(self, tp):
+        """What the cache keeps for a position on this rank."""
+        return Rows(self.config.layers, 2, self.config.kv_heads // tp.size, self.config.head_dim)
+
     def _layer(self, source, number, cos_sin, ops, tp):
-        config, at = self.config, source.prefixed(f"model.layers.{number}.")
-        norm = Norm(at, "input_layernorm", config.hidden, config.eps, ops)
+        at = source.prefixed(f"model.layers.{number}.")
+        norm = Norm(at, "input_layernorm", self.config.hidden, self.config.eps, ops)
+        return self.layer(number, at, norm, cos_sin, ops, tp)
+
+    def layer(self, number, source, norm, cos_sin, ops, tp):
+        """layers.block.Block of names below `source`; norm: before its attention."""
+        config = self.config
 
         def mlp(source, norm):
             return self.mlp(number, source, norm, ops, tp)
 
-        return block(at, norm, config.hidden, config, cos_sin, mlp, ops, tp, out_bias=config.attention_bias)
+        return block(source, norm, config.hidden, config, cos_sin, mlp, ops, tp, out_bias=config.attention_bias)
 
     def forward(self, batch, cache):
         """-> residual stream after the last layer [B*T, D], features [B*T, F] in ascending order of boundary."""
