@@ -196,7 +196,7 @@ def test_dynamic_rope_past_the_heads_own_length_is_refused():
         ("PEagleDraftModel", "P-EAGLE"),
         ("PeagleLlamaForCausalLM", "P-EAGLE"),
         ("PEagleSpeculator", "P-EAGLE"),
-        ("Eagle3DeepseekV2ForCausalLM", "MLA"),
+        ("KimiK25Draft", "other drafts for DeepSeek and Kimi"),
         ("DFlashDraftModel", "DFlash"),
         ("Qwen3DSparkModel", "DSpark"),
         ("DeepseekV3ForCausalLMNextN", "MTP"),
@@ -204,8 +204,8 @@ def test_dynamic_rope_past_the_heads_own_length_is_refused():
         ("MedusaModel", "Medusa"),
         ("LlamaForCausalLMEagle", "EAGLE-1"),
         ("EagleLlamaForCausalLM", "EAGLE-1"),
-        ("Qwen3ForCausalLM", "Llama-type"),
-        (None, "Llama-type"),
+        ("Qwen3ForCausalLM", "EAGLE-3 heads"),
+        (None, "EAGLE-3 heads"),
     ],
 )
 def test_other_kinds_of_drafts_are_refused_by_name(name, kind):

@@ -209,8 +209,12 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def model(toys):
-    """The target in transformers, and a function of ids: the features that a head of these boundaries reads."""
-    oracle = Transformers(toys.history(layers=LAYERS))
+    """Of the HISTORY target."""
+    return features_of(Transformers(toys.history(layers=LAYERS)))
+
+
+def features_of(oracle):
+    """A target in transformers, and a function of ids: the features that a head of these boundaries reads."""
 
     def features(ids, boundaries):
         if boundaries == ("final",):
@@ -242,15 +246,18 @@ def proposals(engine, prompt, shape, count):
     return [(ids[:known], torch.stack(logits)) for known, logits in rounds if known <= len(ids)]
 
 
-def follows(toys, model, layout, **options):
-    """Engine.load of a layout, its first, second and third draft logits of several cycles compared; -> the engine."""
+def follows(toys, model, layout, *, target=None, plain=Reference, **options):
+    """Engine.load of a layout, its first, second and third draft logits of several cycles compared; -> the engine.
+
+    target: a directory and `model` its oracle, None: HISTORY; plain: the head's reference.
+    """
     oracle, features = model
     path, tensors = layout.save(toys)
-    engine = pair(toys.history(layers=LAYERS), path, prefill_chunk=4, page_size=4, **options)
+    engine = pair(target or toys.history(layers=LAYERS), path, prefill_chunk=4, page_size=4, **options)
     lent = {"embed_tokens.weight": oracle.model.model.embed_tokens, "lm_head.weight": oracle.model.lm_head}
     lent = {name: module.weight.detach() for name, module in lent.items() if re.search(layout.dropped, name)}
     assert [name for name, _ in engine.parts.reports[1].borrowed] == list(lent)
-    reference, seen = Reference(layout.head, tensors | lent), proposals(engine, PROMPT, Shape(3, 1, 4), 6)
+    reference, seen = plain(layout.head, tensors | lent), proposals(engine, PROMPT, Shape(3, 1, 4), 6)
     assert len(seen) >= 2
     for text, logits in seen:
         want = reference.draft(text, features(text, layout.boundaries), 3)

@@ -1,5 +1,6 @@
-"""Configs of Llama-type EAGLE-3 heads as SafeAILab, SpecForge, ModelOpt, NeMo, vLLM and speculators write them: each
-switch under every name, each default as the family's own reader has it, and everything else refused by name."""
+"""Configs of EAGLE-3 heads: of the Llama type as SafeAILab, SpecForge, ModelOpt, NeMo, vLLM and speculators write
+them, of latent attention (MLA) as TorchSpec and ModelOpt do. Each switch is read under every name, each default as the
+family's own reader has it, and everything else refused by name."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch
 
 from weights.fields import REQUIRED, Fields, Refused, shown
 from weights.keys import head_dim, kv_heads, plain_llama, plain_weights, rotary, windows
+from weights.latent import Latent, latent_head
 from weights.rotary import Rope
 
 FAMILIES = {  # architecture -> whose layout the file has
@@ -25,15 +27,22 @@ FAMILIES = {  # architecture -> whose layout the file has
     "Eagle3MiniMaxM2ForCausalLM": "vllm",
     "Eagle3Qwen2_5vlForCausalLM": "vllm",
     "Eagle3Qwen3vlForCausalLM": "vllm",
+    "Eagle3DeepseekV2ForCausalLM": "torchspec",
+    "Eagle3DeepseekV3ForCausalLM": "torchspec",
 }
+LATENT = tuple(name for name, family in FAMILIES.items() if family == "torchspec")  # heads with latent attention
 STRANGERS = (  # architectures of drafts that this engine does not run: pattern, what they are
     (r"^P-?eagle", "P-EAGLE heads (all positions in one pass)"),
     (r"dflash|dspark", "block drafters (DFlash, DSpark)"),
     (r"mtp|nextn", "multi-token prediction modules (MTP)"),
     (r"medusa", "Medusa heads"),
-    (r"deepseek|kimi", "EAGLE-3 heads with latent attention (MLA)"),
+    (r"deepseek|kimi", "other drafts for DeepSeek and Kimi"),
     (r"^eagle(?!3)|eagle$|eagledraft", "EAGLE-1 and EAGLE-2 heads"),
 )
+_KINDS = {  # latent attention or not -> `model_type` of the layer: those that may be, the default
+    False: (("llama", "qwen3", "llama4_text"), "llama"),
+    True: (("kimi_k2", "deepseek_v3", "deepseek_v2"), "deepseek_v3"),
+}
 MODELOPT_KEYS = (
     "use_input_layernorm_in_first_layer use_last_layernorm use_mtp_layernorm next_layer_regular parallel_draft_step "
     "parallel_draft_heads_num_layers parallel_draft_heads return_hidden_post_norm eh_proj_before_attn has_lm_head"
@@ -47,7 +56,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config:
-    """A Llama-type EAGLE-3 head."""
+    """An EAGLE-3 head."""
 
     architecture: str
     family: str  # a value of FAMILIES; "modelopt" also for a file that has ModelOpt's keys
@@ -55,7 +64,8 @@ class Eagle3Config:
     target_hidden: int
     heads: int
     kv_heads: int
-    head_dim: int
+    head_dim: int  # with latent attention the lanes that rotate
+    latent: Latent | None  # None: grouped-query attention
     intermediate: int
     eps: float
     rope: Rope
@@ -87,13 +97,13 @@ class Eagle3Config:
         name, family = _layout(fields, inner)
         layer = fields.sub("transformer_layer_config") if family == "speculators" else fields
         _only_known(fields, inner, layer)
-        kind = layer.choice("model_type", ("llama", "qwen3", "llama4_text"), "llama")
+        kind = layer.choice("model_type", *_KINDS[name in LATENT])
         vocab = layer.int("vocab_size")
         draft_vocab = fields.int("draft_vocab_size", _default_vocabulary(name, family, vocab))
         if draft_vocab > vocab:
             raise fields.refuse("draft_vocab_size", f"at most vocab_size {vocab}")
-        heads, hidden = layer.int("num_attention_heads"), layer.int("hidden_size")
-        size, layers = head_dim(layer, hidden, heads), layer.int("num_hidden_layers", 1)
+        hidden, layers = layer.int("hidden_size"), layer.int("num_hidden_layers", 1)
+        attention = latent_head if name in LATENT else _grouped
         ids, count, fusion = _features(fields, inner)
         residual, residual_guess = _residual(fields, inner, family)
         recycle, recycle_guess = _recycle(fields, inner, family)
@@ -103,16 +113,12 @@ class Eagle3Config:
             family=family,
             hidden=hidden,
             target_hidden=fields.int("target_hidden_size", hidden),
-            heads=heads,
-            kv_heads=kv_heads(layer, heads),
-            head_dim=size,
+            **attention(layer, hidden, layers),
             intermediate=layer.int("intermediate_size_mlp" if kind == "llama4_text" else "intermediate_size"),
             eps=layer.float("rms_norm_eps", 1e-6),
-            rope=rotary(layer, size, theta=10000.0),  # Llama's own default; official heads leave the key out
             vocab=vocab,
             draft_vocab=draft_vocab,
             layers=layers,
-            windows=windows(layer, layers),
             aux_ids=ids,
             aux_count=count,
             fusion=fusion,
@@ -121,7 +127,6 @@ class Eagle3Config:
             recycle=recycle,
             tied=layer.bool("tie_word_embeddings", False) and draft_vocab == vocab,
             max_positions=layer.int("max_position_embeddings", 2048),
-            attention_bias=layer.bool("attention_bias", False),
             mlp_bias=layer.bool("mlp_bias", False),
             qk_norm="qwen3" in kind or name == "Eagle3Qwen3ForCausalLM",
             logit_scale=layer.float("logit_scale", 1.0),
@@ -151,15 +156,35 @@ class Eagle3Config:
             )
 
 
+def _grouped(layer: Fields, hidden: int, layers: int) -> dict:
+    """The keys of grouped-query attention."""
+    heads = layer.int("num_attention_heads")
+    size = head_dim(layer, hidden, heads)
+    layer.unless("latent attention (MLA) under this architecture", kv_lora_rank=None, q_lora_rank=None)
+    layer.unless("experts in a head", num_experts=0, num_local_experts=0, n_routed_experts=0)
+    layer.unless("a bias of q, k and v under this name", qkv_bias=False)
+    return dict(
+        heads=heads,
+        kv_heads=kv_heads(layer, heads),
+        head_dim=size,
+        latent=None,
+        rope=rotary(layer, size, theta=10000.0),  # Llama's own default; official heads leave the key out
+        windows=windows(layer, layers),
+        attention_bias=layer.bool("attention_bias", False),
+    )
+
+
 def _layout(fields: Fields, inner: Fields) -> tuple[str, str]:
     """(architecture, family). Refused: every other kind of draft, by what it is."""
     names = fields.raw.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     stranger = next((what for pattern, what in STRANGERS if re.search(pattern, str(name), re.IGNORECASE)), None)
+    if name in LATENT:
+        stranger = None
     if name == "LlamaForCausalLMEagle" and _switch(fields, inner, "use_aux_hidden_state") is False:
         stranger = None  # an EAGLE-3 layer over the target's one final hidden, not EAGLE-1
     if stranger or name not in FAMILIES:
-        supported = f"Llama-type EAGLE-3 heads: {', '.join(map(shown, FAMILIES))}"
+        supported = f"EAGLE-3 heads: {', '.join(map(shown, FAMILIES))}"
         raise fields.refuse("architectures", f"{supported}" + (f" ({stranger} are not supported)" if stranger else ""))
     family = FAMILIES[name]
     if family == "safeailab" and inner.raw:
@@ -245,7 +270,7 @@ def _recycle(fields: Fields, inner: Fields, family: str) -> tuple[str, str | Non
 
 
 def _only_known(fields: Fields, inner: Fields, layer: Fields) -> None:
-    """Refuses what would make a head more than EAGLE-3 layers of the Llama type."""
+    """Refuses what would make a head more than EAGLE-3 layers."""
     if layer is fields:
         fields.unless("the speculators layout under this architecture", speculators_model_type=None)
         fields.unless("the speculators layout under this architecture", transformer_layer_config=None)
@@ -257,9 +282,6 @@ def _only_known(fields: Fields, inner: Fields, layer: Fields) -> None:
     plain_llama(layer)
     fields.unless("block drafting", dflash_config=None, dspark_config=None)
     fields.unless("P-EAGLE", mask_token_id=None, pard_token=None)
-    layer.unless("latent attention (MLA)", kv_lora_rank=None, q_lora_rank=None)
-    layer.unless("experts in a head", num_experts=0, num_local_experts=0, n_routed_experts=0)
-    layer.unless("a bias of q, k and v under this name", qkv_bias=False)
     fields.unless("this variant of EAGLE-3", eh_proj_before_attn=False)
     inner.unless("a head without the norm of the token embedding", use_input_layernorm_in_first_layer=True)
     inner.unless("a head without a final norm", use_last_layernorm=True)

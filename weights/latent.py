@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weights.fields import Fields
-from weights.keys import rotary
+from weights.keys import full_attention, rotary
 from weights.rotary import Rope
 
 
@@ -47,3 +47,23 @@ def latent_rope(fields: Fields, sizes: Latent) -> Rope:
     if (found.mscale is None) != (found.mscale_all_dim is None):
         raise inner.refuse("mscale", "both 'mscale' and 'mscale_all_dim', or neither")
     return found
+
+
+def latent_head(layer: Fields, hidden: int, layers: int) -> dict:
+    """The keys of an EAGLE-3 head's attention. Those of experts may stand beside them, copied from the target: they are
+    in use only with `use_moe`."""
+    heads, sizes = layer.int("num_attention_heads"), Latent.read(layer)
+    full_attention(layer)
+    layer.unless("experts in a head", use_moe=False)
+    layer.unless("latent attention without rotary positions", mla_use_nope=False)
+    layer.unless("keys of fewer heads", num_key_value_heads=heads)
+    layer.unless("a bias of latent attention", attention_bias=False)
+    return dict(
+        heads=heads,
+        kv_heads=1,
+        head_dim=sizes.turned,
+        latent=sizes,
+        rope=latent_rope(layer, sizes),
+        windows=(None,) * layers,
+        attention_bias=False,
+    )

@@ -16,8 +16,8 @@ itself keeps a `history.History`. Prompts of which a beginning is cached are ext
 keeps for a position must live in its cache rows, or by cache slot as History does.
 """
 
-from weights.eagle3 import FAMILIES
+from weights.eagle3 import FAMILIES, LATENT
 
-from . import eagle3
+from . import eagle3, eagle3_mla
 
-DRAFTERS = dict.fromkeys(FAMILIES, eagle3.Eagle3)
+DRAFTERS = dict.fromkeys(FAMILIES, eagle3.Eagle3) | dict.fromkeys(LATENT, eagle3_mla.LatentEagle3)

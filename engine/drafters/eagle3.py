@@ -78,7 +78,7 @@ class Eagle3:
 
     def __init__(self, config, source, target, length, ops, tp):
         self.config, self.ops = config, ops
-        self.cache_rows = Rows(config.layers, 2, config.kv_heads // tp.size, config.head_dim)
+        self.cache_rows = self.rows(tp)
         h, eps = config.hidden, config.eps
         source.ignore("verifier_*")  # speculators keeps the target's norm and head beside its own while training
         for _, guess in config.guesses:
@@ -97,11 +97,19 @@ class Eagle3:
         self.recycle = self._recycle(config.recycle)
         self.to_target = self._vocabulary_map(source)
 
+    def rows(self, tp):
+        """What the cache keeps for a position on this rank."""
+        return Rows(self.config.layers, 2, self.config.kv_heads // tp.size, self.config.head_dim)
+
     def _layer(self, source, number, cos_sin, ops, tp):
         """Layer 0 takes the joined input, normed; a later one the residual stream, which it norms itself."""
-        config, at = self.config, source.prefixed(f"layers.{number}.")
-        norm = Norm(at, _own_norm(at, number), config.hidden, config.eps, ops) if number else None
-        width = config.hidden if number else 2 * config.hidden
+        hidden, at = self.config.hidden, source.prefixed(f"layers.{number}.")
+        norm = Norm(at, _own_norm(at, number), hidden, self.config.eps, ops) if number else None
+        return self.layer(number, at, norm, hidden if number else 2 * hidden, cos_sin, ops, tp)
+
+    def layer(self, number, at, norm, width, cos_sin, ops, tp):
+        """layers.block.Block of names below `at`; norm, width: of its attention's input, norm None: it comes normed."""
+        config = self.config
         # not every trainer of heads with biases of q, k and v has one here: the file decides
         out_bias = config.attention_bias and at.optional("self_attn.o_proj.bias")
 
