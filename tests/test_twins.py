@@ -8,8 +8,9 @@ import dataclasses
 
 import pytest
 import torch
+from latent_cases import CASES as LATENT
 from oracles import Replay
-from packed_cases import CASES
+from packed_cases import CASES as OTHERS
 from toys import V, pair
 
 import kernels
@@ -28,6 +29,7 @@ RUNS = [
         ("cuda", torch.bfloat16, GPU),
     )
 ]
+CASES = OTHERS | LATENT
 OPERATIONS = prefill.OPERATIONS | mla_prefill.OPERATIONS
 TOLERANCE = {torch.float32: (2e-5, 1e-4), torch.float16: (4e-3, 1e-2), torch.bfloat16: (3e-2, 3e-2)}
 # what nobody reads, cut off the last two arguments: the cache's slot 0, the backlog's last row

@@ -192,54 +192,6 @@ def moe(dtype, device, cases=((1, 64, 16, 32, 4, True), (9, 80, 6, 48, 2, False)
         )
 
 
-def mla_qkv(dtype, device):
-    make = Make(dtype, device)
-    for b, t, d, h, nope, turned, latent, q_rank, page, normed in (
-        (1, 1, 64, 4, 16, 16, 32, 24, 16, True),
-        (2, 5, 80, 3, 12, 8, 40, None, 1, True),
-        (3, 4, 96, 2, 24, 6, 70, 48, 4, False),
-    ):
-        columns = -(-40 // page)
-        pages = make.pages(b, columns)
-        (plane,) = make.planes(1, pages, page, 1, latent + turned)
-        start = torch.randint(0, 20, (b, 1), generator=make.generator).to(device)
-        at = start + torch.arange(t, device=device)
-        index = torch.where(torch.arange(t, device=device) == t - 1, -1, at) if t > 1 else at
-        rows = h * (nope + turned)
-        down = make.weight((q_rank or rows) + latent + turned, d)
-        query = (make.gain(q_rank), make.weight(rows, q_rank)) if q_rank else (None, None)
-        up = make.weight(h, nope + 5, latent)[:, :nope]
-        table = make.floats(64, turned, dtype=torch.float32)
-        first = make.gain(d) if normed else None
-        rest = (make.gain(latent), up, table, at, index, pages, page, plane)
-        yield f"b{b}t{t}page{page}", (make.floats(b * t, d), first, 1e-6, down, *query, *rest)
-
-
-def mla_attention(dtype, device):
-    make = Make(dtype, device)
-    for b, t, h, latent, turned, value, page, prefix, kind in (
-        (1, 1, 4, 32, 16, 16, 1, [0], "tree"),
-        (2, 1, 3, 40, 8, 10, 4, [150, 7], "tree"),
-        (2, 5, 8, 32, 8, 24, 16, [140, 63], "chain"),
-        (1, 40, 6, 64, 16, 16, 16, [97], "tree"),
-        (1, 64, 2, 16, 4, 16, 16, [70], "tree"),
-        (2, 6, 40, 16, 16, 12, 4, [79, 80], "causal"),
-        (1, 70, 4, 70, 6, 16, 64, [30], "causal"),
-    ):
-        columns = -(-(max(prefix) + t + 3) // page)
-        pages = make.pages(b, columns)
-        (plane,) = make.planes(1, pages, page, 1, latent + turned)
-        fill(make, [plane], pages, page, [n + t for n in prefix])
-        tree = None
-        if kind == "chain":
-            tree = causal_bits(t, device).expand(b, t)
-        elif kind == "tree":
-            tree = make.ints([make.path_bits(make.tree(t)) for _ in range(b)])
-        up = make.weight(h, 7 + value, latent)[:, 7:]
-        q, scale = make.floats(b * t, h, latent + turned), (latent + turned) ** -0.5
-        yield f"{kind}{t}-{prefix[0]}-page{page}", (q, plane, up, pages, make.ints(prefix), tree, page, scale)
-
-
 def route(dtype, device):
     make = Make(dtype, device)
     for n, d, e, rule, biased, corrected in (
@@ -483,8 +435,6 @@ CASES = {
         attention,
         attend,
         moe,
-        mla_qkv,
-        mla_attention,
         route,
         experts,
         mlp,

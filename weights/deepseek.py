@@ -99,7 +99,7 @@ class DeepseekConfig:
             tied=False,
             max_positions=fields.int("max_position_embeddings"),
             eos_ids=eos_ids(fields.raw, generation, where),
-            dtype=fields.dtype(),
+            dtype=(fields if fields.has("torch_dtype") or fields.has("dtype") else Fields(raw, where)).dtype(),
             expert_intermediate=width,
             shared_intermediate=width * fields.int("n_shared_experts", 0, least=0),
             dense_layers=tuple(range(min(layers, fields.int("first_k_dense_replace", least=0)))),
