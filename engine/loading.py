@@ -8,7 +8,15 @@ import torch
 from kernels import FUSED, PREFILL, REFERENCE, Ops, native
 from weights import AnyCheckpoint, Checkpoint, Refused, Renamed, Source, head_names, named, resolve
 from weights.capture import Capture, boundaries
-from weights.config import DeepseekConfig, Eagle3Config, LlamaConfig, Qwen3MoeConfig
+from weights.config import (
+    DeepseekConfig,
+    Eagle3Config,
+    Glm4MoeConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
 from weights.formats import format_of
 from weights.heads import check_table, tolerated
 
@@ -27,6 +35,9 @@ CONFIGS = {
     "DeepseekV2ForCausalLM": DeepseekConfig,
     "DeepseekV3ForCausalLM": DeepseekConfig,
     "KimiK25ForConditionalGeneration": DeepseekConfig,
+    "MixtralForCausalLM": MixtralConfig,
+    "Glm4MoeForCausalLM": Glm4MoeConfig,
+    "GptOssForCausalLM": GptOssConfig,
 }
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -12,20 +12,22 @@ ROWS_AN_EXPERT = 4  # from this many choices an expert the loop over all experts
 WIDE = 1 << 26  # elements of the wide MLP's activations at a time
 
 
-def _pairs(x, ids, weights, gate_up, down, act):
+def _pairs(x, ids, weights, gate_up, down, act, bias):
     """One product per (row, choice): weights gathered, 2*I*D + I*D elements a pair. -> [N, D] fp32."""
-    gate, up = torch.einsum("nd,nkid->nki", x.float(), gate_up[ids].float()).chunk(2, -1)
+    products = torch.einsum("nd,nkid->nki", x.float(), gate_up[ids].float())
+    gate, up = (products if bias is None else products + bias[ids].float()).chunk(2, -1)
     hidden = act(gate, up).to(x.dtype).float()
     return (torch.einsum("nki,nkdi->nkd", hidden, down[ids].float()) * weights[..., None]).sum(1)
 
 
-def _all_experts(x, ids, weights, gate_up, down, act):
+def _all_experts(x, ids, weights, gate_up, down, act, bias):
     """All experts as one wide MLP whose unchosen columns count zero: static shapes, few launches, for many rows."""
     (e, width, _), share = gate_up.shape, weights.new_zeros(len(x), len(gate_up)).scatter(1, ids, weights)
     wide, tall = gate_up.float().flatten(0, 1).T, down.float().transpose(1, 2).flatten(0, 1)
     parts = []
     for rows, part in zip(x.split(WIDE // (e * width) + 1), share.split(WIDE // (e * width) + 1), strict=True):
-        gate, up = (rows.float() @ wide).view(-1, e, width).chunk(2, -1)
+        products = (rows.float() @ wide).view(-1, e, width)
+        gate, up = (products if bias is None else products + bias.float()).chunk(2, -1)
         hidden = act(gate, up).to(x.dtype).float() * part[..., None]
         parts.append(hidden.flatten(1) @ tall)
     return torch.cat(parts)
@@ -39,19 +41,22 @@ def touched(ids, experts):
     return torch.arange(experts, device=ids.device), ids
 
 
-def reference(x, ids, weights, gate_up, down, activation, residual=None):
+def reference(x, ids, weights, gate_up, down, activation, residual=None, gate_up_bias=None, down_bias=None):
     """Mixture of experts over rows.
 
     Args:
         x: [N, D] normed rows; ids [N, k] int64; weights [N, k] fp32.
         gate_up: [E, 2I, D], gate rows first; down: [E, D, I]; activation: a name of ACTIVATIONS.
         residual: [N, D] or None, added in fp32 after the combination.
+        gate_up_bias: [E, 2I] or None; down_bias: [E, D] or None, weighted like the expert's output.
 
     Returns:
         [N, D] in x's dtype.
     """
     outputs = _pairs if ids.numel() <= ROWS_AN_EXPERT * gate_up.shape[0] else _all_experts
-    y = outputs(x, ids, weights, gate_up, down, ACTIVATIONS[activation])
+    y = outputs(x, ids, weights, gate_up, down, ACTIVATIONS[activation], gate_up_bias)
+    if down_bias is not None:
+        y = y + (down_bias[ids].float() * weights[..., None]).sum(1)
     if residual is not None:
         y = y + residual.float()
     return y.to(x.dtype)
@@ -102,7 +107,8 @@ def _group(
 
 @triton.jit(do_not_specialize=["choices"])
 def _gate_up(
-    x_ptr, w_ptr, order_ptr, expert_ptr, h_ptr, choices, width, columns, ACTIVATION: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, order_ptr, expert_ptr, h_ptr, choices, width, columns,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
     BO: tl.constexpr, SPLIT: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (i, tile): BO/2 gated units of the tile's pairs -> h [pairs, width]."""
@@ -114,10 +120,13 @@ def _gate_up(
         pair = tl.load(order_ptr + tl.program_id(1) * BR + tl.arange(0, BR))
         start = (pair // choices).to(tl.int64) * columns
         w_ptr += expert.to(tl.int64) * 2 * width * columns
+        outs = unit + m // half * width
         y = product(
-            x_ptr, start, pair >= 0, start, x_ptr, w_ptr, unit + m // half * width, unit < width, columns,
-            False, BO, SPLIT, BK, BR, STAGES,
-        )  # fmt: skip
+            x_ptr, start, pair >= 0, start, x_ptr, w_ptr, outs, unit < width, columns, False, BO, SPLIT, BK, BR, STAGES
+        )
+        if BIAS:
+            bias_ptr += expert.to(tl.int64) * 2 * width
+            y += tl.load(bias_ptr + outs, mask=unit < width, other=0.0).to(tl.float32)[:, None]
         gate, up = halves(y, half, BR)
         unit = tl.program_id(0) * half + tl.arange(0, half)
         at = pair.to(tl.int64)[None, :] * width + unit[:, None]
@@ -127,7 +136,7 @@ def _gate_up(
 
 @triton.jit
 def _down(
-    h_ptr, w_ptr, order_ptr, expert_ptr, y_ptr, outputs, width,
+    h_ptr, w_ptr, bias_ptr, order_ptr, expert_ptr, y_ptr, outputs, width, BIAS: tl.constexpr,
     BO: tl.constexpr, SPLIT: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (o, tile): BO outputs of the tile's pairs -> y [pairs, outputs] fp32."""
@@ -140,6 +149,9 @@ def _down(
         y = product(
             h_ptr, start, pair >= 0, start, h_ptr, w_ptr, out, out < outputs, width, False, BO, SPLIT, BK, BR, STAGES
         )
+        if BIAS:
+            bias_ptr += expert.to(tl.int64) * outputs
+            y += tl.load(bias_ptr + out, mask=out < outputs, other=0.0).to(tl.float32)[:, None]
         at = pair.to(tl.int64)[None, :] * outputs + out[:, None]
         tl.store(y_ptr + at, y, mask=(out < outputs)[:, None] & (pair >= 0)[None, :])
 
@@ -192,38 +204,41 @@ def combine(parts, weights, residual, like):
     return y
 
 
-def fused(x, ids, weights, gate_up, down, activation, residual=None):
+def fused(x, ids, weights, gate_up, down, activation, residual=None, gate_up_bias=None, down_bias=None):
     """The twin of `reference`: pairs by expert on the device, each tile's weights streamed once; static grid."""
     x, (experts, columns, width) = x.contiguous(), down.shape
     order, expert = group(ids, experts)
     pairs, choices, tiles = ids.numel(), ids.shape[1], expert.numel()
     h, tile = x.new_empty(pairs, width), tile_of(x.dtype, columns, outputs=32)
     _gate_up[(triton.cdiv(width, tile.outputs // 2), tiles)](
-        x, gate_up, order, expert, h, choices, width, columns, ACTIVATION=activation, **tile.constants, **tile.options
-    )
+        x, gate_up, gate_up_bias, order, expert, h, choices, width, columns,
+        ACTIVATION=activation, BIAS=gate_up_bias is not None, **tile.constants, **tile.options,
+    )  # fmt: skip
     parts, tile = x.new_empty(pairs, columns, dtype=torch.float32), tile_of(x.dtype, width, outputs=32)
     _down[(triton.cdiv(columns, tile.outputs), tiles)](
-        h, down, order, expert, parts, columns, width, **tile.constants, **tile.options
-    )
+        h, down, down_bias, order, expert, parts, columns, width,
+        BIAS=down_bias is not None, **tile.constants, **tile.options,
+    )  # fmt: skip
     return combine(parts, weights, residual, x)
 
 
 def specimens():
-    """Compile specimens: Qwen3-30B-A3B and the demo target."""
+    """Compile specimens: Qwen3-30B-A3B, the demo target, gpt-oss."""
     tables = {"order_ptr": "*i32", "expert_ptr": "*i32"}
     cases = []
     for experts in (128, 16):
         types = tables | {"ids_ptr": "*i64", "rank_ptr": "*i32"} | dict.fromkeys(("pairs", "tiles", "experts"), "i32")
         cases.append((_group, types, grouping(experts), {"num_warps": 8}))
     for dtype, name in ((torch.bfloat16, "*bf16"), (torch.float16, "*fp16"), (torch.float32, "*fp32")):
-        for columns, width in ((2048, 768), (256, 64)):
-            tile = tile_of(dtype, columns, outputs=32)
-            types = tables | dict.fromkeys(("x_ptr", "w_ptr", "h_ptr"), name)
+        for columns, width, act in ((2048, 768, "silu"), (256, 64, "silu"), (2880, 2880, "clamped_swiglu")):
+            bias, tile = {"BIAS": act != "silu"}, tile_of(dtype, columns, outputs=32)
+            types = tables | dict.fromkeys(("x_ptr", "w_ptr", "bias_ptr", "h_ptr"), name)
             types |= dict.fromkeys(("choices", "width", "columns"), "i32")
-            cases.append((_gate_up, types, tile.constants | {"ACTIVATION": "silu"}, tile.options))
+            cases.append((_gate_up, types, tile.constants | bias | {"ACTIVATION": act}, tile.options))
             tile = tile_of(dtype, width, outputs=32)
-            types = tables | {"h_ptr": name, "w_ptr": name, "y_ptr": "*fp32", "outputs": "i32", "width": "i32"}
-            cases.append((_down, types, tile.constants, tile.options))
+            types = tables | dict.fromkeys(("h_ptr", "w_ptr", "bias_ptr"), name)
+            types |= {"y_ptr": "*fp32", "outputs": "i32", "width": "i32"}
+            cases.append((_down, types, tile.constants | bias, tile.options))
         types = {"part_ptr": "*fp32", "weights_ptr": "*fp32", "residual_ptr": name, "y_ptr": name}
         types |= {"choices": "i32", "columns": "i32"}
         cases.append((_combine, types, {"RESIDUAL": True, "BC": 256}, {"num_warps": 2}))

@@ -87,10 +87,14 @@ def _product(
             if ACTIVATION != "":
                 w = tl.load(w_ptr + matrix + w_low + column, mask=ok[:, None] & inside, other=0.0)
                 above = tl.dot(x, tl.trans(w), above, input_precision="ieee")
+        if BIAS:
+            if EXPERTS:
+                bias_ptr += expert * (outputs * 2 if ACTIVATION != "" else outputs)
+            y += tl.load(bias_ptr + out, mask=ok, other=0.0).to(tl.float32)[None, :]
+            if ACTIVATION != "":
+                above += tl.load(bias_ptr + outputs + out, mask=ok, other=0.0).to(tl.float32)[None, :]
         if ACTIVATION != "":
             y = gated(y, above, ACTIVATION)
-        if BIAS:
-            y += tl.load(bias_ptr + out, mask=ok, other=0.0).to(tl.float32)[None, :]
         place, both = target.to(tl.int64)[:, None] * outputs + out[None, :], live[:, None] & ok[None, :]
         if RESIDUAL:
             y += tl.load(residual_ptr + place, mask=both, other=0.0).to(tl.float32)
@@ -129,20 +133,20 @@ def mlp(x, norm_weight, eps, gate_up, down, activation, residual=None):
     return _dense(h, down, None, residual)
 
 
-def experts(x, ids, weights, gate_up, down, activation, residual=None):
+def experts(x, ids, weights, gate_up, down, activation, residual=None, gate_up_bias=None, down_bias=None):
     """As kernels.experts.reference."""
     x, (count, columns, width), sizes = x.contiguous(), down.shape, wide(x.dtype, rows=64)
     order, expert = moe.group(ids, count, sizes.rows)
     pairs, tiles = ids.numel(), expert.numel()
     h, parts = x.new_empty(pairs, width), x.new_empty(pairs, columns, dtype=torch.float32)
-    for source, weight, target, choices, act in (
-        (x, gate_up, h, ids.shape[1], activation),
-        (h, down, parts, 1, ""),
+    for source, weight, bias, target, choices, act in (
+        (x, gate_up, gate_up_bias, h, ids.shape[1], activation),
+        (h, down, down_bias, parts, 1, ""),
     ):
         outputs = target.shape[1]
         _product[(triton.cdiv(outputs, sizes.outputs), tiles)](
-            source, weight, None, None, target, order, expert, pairs, outputs, source.shape[1], choices,
-            EXPERTS=True, ACTIVATION=act, BIAS=False, RESIDUAL=False, **sizes.constants, **sizes.options,
+            source, weight, bias, None, target, order, expert, pairs, outputs, source.shape[1], choices,
+            EXPERTS=True, ACTIVATION=act, BIAS=bias is not None, RESIDUAL=False, **sizes.constants, **sizes.options,
         )  # fmt: skip
     return moe.combine(parts, weights, residual, x)
 
@@ -287,6 +291,8 @@ def specimens():
             (False, "", True, True),
             (False, "silu", False, False),
             (True, "silu", False, False),
+            (True, "clamped_swiglu", True, False),
+            (True, "", True, False),
         ):
             sizes = wide(dtype, rows=64 if experts_ else 128, gated=act != "")
             types = dict.fromkeys(("x_ptr", "w_ptr", "bias_ptr", "residual_ptr", "y_ptr"), name)

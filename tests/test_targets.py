@@ -86,8 +86,8 @@ def run(target, cache, batch):
 
 def same(got, want):
     logits, boundaries = want
-    torch.testing.assert_close(got[0], logits, atol=2e-4, rtol=1e-4)
-    torch.testing.assert_close(got[1], torch.stack(boundaries), atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(got[0], logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(got[1], torch.stack(boundaries), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("style", [4, 5])

@@ -5,6 +5,7 @@ import socket
 import pytest
 import torch
 import torch.distributed as dist
+from families import VARIANTS, checkpoint
 from oracles import Replay
 from toys import V, pair
 
@@ -12,6 +13,7 @@ from engine import Refused, Sampling, Shape, loading
 from engine.tp import TP
 
 SHAPES = [Shape(0, 1, 1), Shape(3, 1, 4), Shape(4, 4, 16)]
+FAMILIES = ("mixtral windowed, tied", "glm groups", "gpt-oss")
 PROMPTS = [[9, 8, 7, 40, 2], [(11 * i + 3) % V for i in range(20)]]
 
 
@@ -52,9 +54,10 @@ def free_port():
 
 def test_two_ranks_are_one(toys, tmp_path):
     """Target and head, cut: same ids, accept lengths and proposals, logits and features within 1e-4 on both ranks, half
-    the bytes each. With a dense layer, a tied head, a head of its own vocabulary and a borrowed embedding. Mutants: one
-    all-reduce missing or doubled (residual added on every rank); features read before the sum (B03); ids of a share not
-    moved by its start; q, k and v cut as one block."""
+    the bytes each. With a dense layer, a tied head, a head of its own vocabulary and a borrowed embedding; windows,
+    sinks, biases of experts, a shared one. Mutants: one all-reduce missing or doubled (residual or the bias of experts
+    added on every rank); features read before the sum (B03); ids of a share not moved by its start; q, k and v cut as
+    one block; gate and up cut before they are taken apart."""
 
     def borrow(config, tensors):
         del tensors["embed_tokens.weight"]
@@ -65,6 +68,7 @@ def test_two_ranks_are_one(toys, tmp_path):
             toys.history(seed=2, layers=2, mlp_only_layers=[1], tie_word_embeddings=True),
             toys.altered(toys.random_draft(seed=7, layers=2, draft_vocab=V), borrow),
         ),
+        *((checkpoint(tmp_path / name, VARIANTS[name]), toys.random_draft()) for name in FAMILIES),
     ]
     torch.multiprocessing.spawn(worker, (free_port(), pairs, str(tmp_path)), nprocs=2)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]

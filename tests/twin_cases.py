@@ -218,14 +218,23 @@ def route(dtype, device):
 
 def experts(dtype, device):
     make = Make(dtype, device)
-    for n, d, e, i, k, residual in ((1, 64, 16, 80, 4, True), (9, 80, 6, 48, 2, False), (37, 64, 20, 32, 8, True)):
+    for n, d, e, i, k, residual, act in (
+        (1, 64, 16, 80, 4, True, "silu"),
+        (9, 80, 6, 48, 2, False, "silu"),
+        (37, 64, 20, 32, 8, True, "silu"),
+        (2, 80, 6, 48, 4, True, "clamped_swiglu"),
+        (19, 64, 10, 40, 3, False, "clamped_swiglu"),
+    ):
         scores = torch.rand(n, e, generator=make.generator)
         scores[:, 0] += 0.5  # one expert that most rows share
         ids = scores.topk(k, 1).indices.to(device)
         weights = torch.rand(n, k, generator=make.generator).to(device)
         extra = make.floats(n, d) if residual else None
         gate_up, down = make.weight(e, 2 * i, d), make.weight(e, d, i)
-        yield f"{n}x{d}-{e}", (make.floats(n, d), ids, weights, gate_up, down, "silu", extra)
+        biases = ()
+        if act != "silu":  # products on both sides of the clamp's limits
+            gate_up, biases = gate_up * 6, (make.floats(e, 2 * i), make.floats(e, d))
+        yield f"{n}x{d}-{e}", (make.floats(n, d), ids, weights, gate_up, down, act, extra, *biases)
 
 
 def mlp(dtype, device):

@@ -69,9 +69,13 @@ class SafetensorsFile:
 
     def view(self, name: str, index: Index | None) -> torch.Tensor:
         """A view of the mapped file: only the bytes that are then used get read. Not to be written to."""
-        stored = self._file.get_slice(name)
         shape = self.entries[name][0]
-        return stored[index or (slice(None),) * len(shape)] if shape else self._file.get_tensor(name)
+        if not shape:
+            return self._file.get_tensor(name)
+        index = index or (slice(None),) * len(shape)
+        # steps are taken in memory: the file's reader would look up every element by itself
+        whole = self._file.get_slice(name)[tuple(slice(s.start, s.stop) for s in index)]
+        return whole[tuple(slice(None, None, s.step) for s in index)]
 
 
 class PickledFile:

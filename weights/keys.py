@@ -55,6 +55,17 @@ def windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds[:layers])
 
 
+def expert_groups(fields: Fields, experts: int, experts_per_token: int) -> tuple[int, int]:
+    """(groups of experts, how many of them may be chosen from), as DeepSeek and GLM write them. Refused: groups that
+    are not equal, too small for a best two, or too few for the choice."""
+    groups, kept = fields.int("n_group", 1), fields.int("topk_group", 1)
+    if experts % groups or experts // groups < 2:
+        raise fields.refuse("n_group", f"a divisor of the {experts} experts that leaves two or more a group")
+    if kept > groups or kept * (experts // groups) < experts_per_token:
+        raise fields.refuse("topk_group", f"up to {groups} groups that hold the {experts_per_token} chosen experts")
+    return groups, kept
+
+
 def kv_heads(fields: Fields, heads: int) -> int:
     """Key heads; refused unless they divide the query heads."""
     count = fields.int("num_key_value_heads", heads)
@@ -73,9 +84,10 @@ def head_dim(fields: Fields, hidden: int, heads: int) -> int:
     return size
 
 
-def rotary(fields: Fields, size: int, theta: float | object = REQUIRED) -> Rope:
-    """The rotary settings of heads of `size` lanes; refused where the rotating share is not whole pairs."""
-    found = rope(fields, theta)
+def rotary(fields: Fields, size: int, theta: float | object = REQUIRED, partial: float = 1.0) -> Rope:
+    """The rotary settings of heads of `size` lanes (theta, partial: where the file does not say); refused where the
+    rotating share is not whole pairs."""
+    found = rope(fields, theta, partial)
     if int(size * found.partial) % 2 or not int(size * found.partial):
         raise fields.refuse("partial_rotary_factor", f"a share of head_dim {size} that makes whole pairs of lanes")
     return found

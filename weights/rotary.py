@@ -33,9 +33,9 @@ class Rope:
     partial: float = 1.0  # share of each head's dims that rotates
 
 
-def rope(fields: Fields, theta: float | object = REQUIRED) -> Rope:
-    """Reads transformers-4 (`rope_theta`, `rope_scaling`) and -5 (`rope_parameters`) styles. `theta` is the default
-    when neither says. Refuses an unknown kind, an unknown key, and styles that disagree."""
+def rope(fields: Fields, theta: float | object = REQUIRED, partial: float = 1.0) -> Rope:
+    """Reads transformers-4 (`rope_theta`, `rope_scaling`) and -5 (`rope_parameters`) styles. `theta` and `partial` are
+    the defaults when neither says. Refuses an unknown kind, an unknown key, and styles that disagree."""
     old, new = fields.sub("rope_scaling"), fields.sub("rope_parameters")
     inner = new if new.raw else old
     settings = _scaling(inner)
@@ -45,7 +45,7 @@ def rope(fields: Fields, theta: float | object = REQUIRED) -> Rope:
         if fields.has(key) and inner.has(key) and fields.raw[key] != inner.raw[key]:
             raise inner.refuse(key, f"{shown(fields.raw[key])} as in key '{key}'")
         if not inner.has(key):
-            settings[name] = fields.float(key, theta if name == "theta" else 1.0)
+            settings[name] = fields.float(key, {"theta": theta, "partial": partial}[name])
     if settings["partial"] > 1:
         raise fields.refuse("partial_rotary_factor", "a share of at most 1")
     return Rope(**settings)

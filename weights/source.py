@@ -159,6 +159,33 @@ class Source:
         one shape."""
         return self._joined(groups, cut, dtype)
 
+    def woven(
+        self,
+        name: str,
+        shape: Shape,
+        *,
+        strands: int = 1,
+        transposed: bool = False,
+        cut: int | Cut | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """A tensor [E, …] whose last dimension holds `strands` sequences in turn (gate 0, up 0, gate 1, …), taken
+        apart: they follow each other in dimension 1. transposed: stored [E, in, out] -> [E, out, in]. `cut` names a
+        stored dimension; the last one is cut between whole turns."""
+        if cut == len(shape) - 1:
+            cut = Cut(cut, shape[-1] // strands)
+        name, shape, index, local = self._locate(name, shape, cut)
+        laid = (local[0], local[2], local[1]) if transposed else local
+        whole = torch.empty(laid, dtype=dtype or self.dtype, device=self.device)
+        *others, last = index or (slice(None),) * len(shape)
+        start, stop, _ = last.indices(shape[-1])
+        self.checkpoint.expect(name, shape, whole.dtype)
+        for strand, own in enumerate(whole.chunk(strands, 1)):
+            at = (*others, slice(start + strand, stop, strands))
+            self._book.parts.append(Part(name, shape, at, own.transpose(1, 2) if transposed else own))
+        self._book.nbytes += whole.nbytes
+        return whole
+
     def optional(self, name: str) -> bool:
         """Whether the checkpoint has `name`. Declares nothing."""
         return self.checkpoint.has(self.prefix + name)
@@ -197,7 +224,7 @@ class Source:
         faults, declared = [], {part.name: part for part in book.parts}
         if missing := [f"{n} {list(p.shape)}" for n, p in declared.items() if not found.has(n)]:
             faults.append(f"lacks {listed('tensor', missing)}")
-        for part in book.parts:
+        for part in declared.values():
             if found.has(part.name):
                 faults += _mismatch(part, found)
         skip = re.compile("|".join(map(translate, book.skips)) or r"(?!)")

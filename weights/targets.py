@@ -35,7 +35,10 @@ class DecoderConfig:
     vocab: int
     tied: bool
     max_positions: int
-    attention_bias: bool  # of q, k, v and o
+    attention_bias: bool  # of q, k and v
+    out_bias: bool  # of o
+    windows: tuple[int | None, ...]  # keys that each layer sees, None: all
+    sinks: bool = False  # each head has a logit in the softmax's denominator
     mlp_bias: bool
     qk_norm: bool  # an RMS norm per head before rotary positions
     eos_ids: tuple[int, ...]
@@ -43,9 +46,11 @@ class DecoderConfig:
     activation: str = "silu"
 
 
-def _decoder(fields: Fields, raw: dict, generation: dict | None) -> dict:
-    """The keys that all targets write alike."""
-    full_attention(fields)
+def decoder(
+    fields: Fields, raw: dict, generation: dict | None, *, eps: float = 1e-6, partial: float = 1.0
+) -> dict[str, object]:
+    """The keys that all targets write alike; `eps` and `partial` (share of a head that rotates) are what the model's
+    own class takes where the file does not say."""
     plain_llama(fields)
     heads, hidden = fields.int("num_attention_heads"), fields.int("hidden_size")
     size = head_dim(fields, hidden, heads)
@@ -55,8 +60,8 @@ def _decoder(fields: Fields, raw: dict, generation: dict | None) -> dict:
         heads=heads,
         kv_heads=kv_heads(fields, heads),
         head_dim=size,
-        eps=fields.float("rms_norm_eps", 1e-6),
-        rope=rotary(fields, size),
+        eps=fields.float("rms_norm_eps", eps),
+        rope=rotary(fields, size, partial=partial),
         vocab=fields.int("vocab_size"),
         tied=fields.bool("tie_word_embeddings", False),
         eos_ids=eos_ids(raw, generation, fields.where),
@@ -66,13 +71,30 @@ def _decoder(fields: Fields, raw: dict, generation: dict | None) -> dict:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3MoeConfig(DecoderConfig):
-    """A Qwen3-MoE target: attention with a norm per head, softmax top-k routing, no shared expert."""
+class MoeConfig(DecoderConfig):
+    """What every mixture of experts has."""
 
     experts: int
     experts_per_token: int
     expert_intermediate: int
     dense_layers: tuple[int, ...]  # numbers of the layers that have one plain MLP in place of experts
+
+
+def choices(fields: Fields, *names: str) -> dict[str, int]:
+    """How many experts there are (under one of `names`) and how many a row chooses. Refused: more than there are."""
+    experts, chosen = (
+        fields.int(fields.first(*names)),
+        fields.int(fields.first("num_experts_per_tok", "experts_per_token")),
+    )
+    if chosen > experts:
+        raise fields.refuse("num_experts_per_tok", f"at most the {experts} experts")
+    return dict(experts=experts, experts_per_token=chosen)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3MoeConfig(MoeConfig):
+    """A Qwen3-MoE target: attention with a norm per head, softmax top-k routing, no shared expert."""
+
     norm_topk_prob: bool
 
     @classmethod
@@ -87,25 +109,24 @@ class Qwen3MoeConfig(DecoderConfig):
         fields.unless(
             "grouped or scaled routing", n_group=1, topk_group=1, routed_scaling_factor=1.0, scoring_func="softmax"
         )
-        common = _decoder(fields, raw, generation)
+        full_attention(fields)
+        common = decoder(fields, raw, generation)
         dense = _dense_layers(fields, common["layers"])
-        config = cls(
+        return cls(
             architecture=name,
             **common,
-            experts=fields.int(fields.first("num_experts", "num_local_experts")),
-            experts_per_token=fields.int("num_experts_per_tok"),
+            **choices(fields, "num_experts", "num_local_experts"),
             expert_intermediate=fields.int("moe_intermediate_size"),
             intermediate=fields.int("intermediate_size", REQUIRED if dense else None),
             dense_layers=dense,
             norm_topk_prob=fields.bool("norm_topk_prob", False),
             max_positions=fields.int("max_position_embeddings", 32768),
             attention_bias=False,
+            out_bias=False,
+            windows=(None,) * common["layers"],
             mlp_bias=False,
             qk_norm=True,
         )
-        if config.experts_per_token > config.experts:
-            raise fields.refuse("num_experts_per_tok", f"at most the {config.experts} experts")
-        return config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +142,8 @@ class LlamaConfig(DecoderConfig):
         fields.choice("model_type", {"LlamaForCausalLM": ("llama",), "Qwen3ForCausalLM": ("qwen3",)}[name])
         fields.unless("a draft head in the place of a target", draft_vocab_size=None, eagle_config=None)
         qwen = name == "Qwen3ForCausalLM"
-        common = _decoder(fields, raw, generation)
+        full_attention(fields)
+        common, bias = decoder(fields, raw, generation), fields.bool("attention_bias", False)
         if common["rope"].partial != 1:
             raise fields.refuse("partial_rotary_factor", f"1.0 or no such key (not supported for {name})")
         if qwen:
@@ -131,7 +153,9 @@ class LlamaConfig(DecoderConfig):
             **common,
             intermediate=fields.int("intermediate_size"),
             max_positions=fields.int("max_position_embeddings", 32768 if qwen else 2048),
-            attention_bias=fields.bool("attention_bias", False),
+            attention_bias=bias,
+            out_bias=bias,
+            windows=(None,) * common["layers"],
             mlp_bias=fields.bool("mlp_bias", False),
             qk_norm=qwen,
         )

@@ -114,7 +114,7 @@ class Eagle3:
         out_bias = config.attention_bias and at.optional("self_attn.o_proj.bias")
 
         def mlp(source, norm):
-            return dense(source, norm, config, ops, tp)
+            return dense(source.prefixed("mlp."), norm, config, ops, tp)
 
         window = config.windows[number]
         return block(at, norm, width, config, cos_sin, mlp, ops, tp, out_bias=out_bias, window=window)

@@ -18,14 +18,14 @@ class Block:
         return self.mlp(self.attention(x, residual, batch, planes, page_size))
 
 
-def block(source, norm, width, config, cos_sin, mlp, ops, tp, *, out_bias, window=None):
+def block(source, norm, width, config, cos_sin, mlp, ops, tp, *, out_bias, window=None, sinks=False):
     """The layer whose names begin with the source's prefix.
 
     Args:
         norm: before the projections, None where their input [N, width] comes normed.
-        mlp: function(source of the MLP's names, its norm) -> the MLP.
+        mlp: function(source, the MLP's norm) -> the MLP.
     """
     attention = source.prefixed("self_attn.")
-    attention = GQA(attention, norm, width, config, cos_sin, ops, tp, out_bias=out_bias, window=window)
+    attention = GQA(attention, norm, width, config, cos_sin, ops, tp, out_bias=out_bias, window=window, sinks=sinks)
     norm = Norm(source, "post_attention_layernorm", config.hidden, config.eps, ops)
-    return Block(attention, mlp(source.prefixed("mlp."), norm))
+    return Block(attention, mlp(source, norm))

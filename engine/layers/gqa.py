@@ -14,10 +14,11 @@ class GQA:
         norm: layers.norm.Norm before the projections, or None where the input comes normed.
         width: columns of the projections' input.
         config: hidden (residual width), heads, kv_heads, head_dim, eps, qk_norm, attention_bias (of q, k and v).
-        cos_sin: rotary table [L, R]; out_bias: the output projection has one too; window: keys seen, None: all.
+        cos_sin: rotary table [L, R]; out_bias: the output projection has one too; window: keys seen, None: all;
+        sinks: each query head has a logit that joins the softmax's denominator.
     """
 
-    def __init__(self, source, norm, width, config, cos_sin, ops, tp, *, out_bias, window=None):
+    def __init__(self, source, norm, width, config, cos_sin, ops, tp, *, out_bias, window=None, sinks=False):
         self.norm, self.ops, self.cos_sin, self.eps, self.window = norm, ops, cos_sin, config.eps, window
         self.heads, self.kv_heads, self.head_dim = config.heads // tp.size, config.kv_heads // tp.size, config.head_dim
         heads = list(zip("qkv", (config.heads, config.kv_heads, config.kv_heads), strict=True))
@@ -29,6 +30,7 @@ class GQA:
         self.q_norm, self.k_norm = (
             Norm(source, f"{n}_norm", config.head_dim, config.eps, ops).weight if config.qk_norm else None for n in "qk"
         )
+        self.sinks = source.take("sinks", (config.heads,), cut=0) if sinks else None
         rows = config.heads * config.head_dim
         self.out = RowParallel(source, "o_proj", config.hidden, rows, ops, tp, bias=out_bias)
         self.scale = config.head_dim**-0.5
@@ -56,5 +58,6 @@ class GQA:
             batch.tree,
             self.scale,
             self.window,
+            self.sinks,
         )
         return self.out(y, residual)

@@ -6,7 +6,7 @@ The Target protocol: `config`, `cache_rows` (cache.Rows), `boundaries`, `feature
 bound to others while nothing is captured, and `features` follows.
 """
 
-from . import deepseek_v3, llama, qwen3_moe
+from . import deepseek_v3, glm4_moe, gpt_oss, llama, mixtral, qwen3_moe
 
 TARGETS = {
     "LlamaForCausalLM": llama.Llama,
@@ -15,4 +15,7 @@ TARGETS = {
     "DeepseekV2ForCausalLM": deepseek_v3.DeepseekV3,
     "DeepseekV3ForCausalLM": deepseek_v3.DeepseekV3,
     "KimiK25ForConditionalGeneration": deepseek_v3.DeepseekV3,
+    "MixtralForCausalLM": mixtral.Mixtral,
+    "Glm4MoeForCausalLM": glm4_moe.Glm4MoE,
+    "GptOssForCausalLM": gpt_oss.GptOss,
 }

@@ -12,7 +12,7 @@ from ..layers.norm import Norm
 
 
 class Decoder:
-    """A target; a subclass says what a layer's MLP is.
+    """A target; a subclass says what a layer's MLP is: `mlp(number, source of the layer's names, norm, ops, tp)`.
 
     Args:
         config: a weights.targets.DecoderConfig; source: weights.Source.
@@ -55,7 +55,8 @@ class Decoder:
         def mlp(source, norm):
             return self.mlp(number, source, norm, ops, tp)
 
-        return block(source, norm, config.hidden, config, cos_sin, mlp, ops, tp, out_bias=config.attention_bias)
+        kind = {"out_bias": config.out_bias, "window": config.windows[number], "sinks": config.sinks}
+        return block(source, norm, config.hidden, config, cos_sin, mlp, ops, tp, **kind)
 
     def forward(self, batch, cache):
         """-> residual stream after the last layer [B*T, D], features [B*T, F] in ascending order of boundary."""

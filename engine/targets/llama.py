@@ -9,4 +9,4 @@ class Llama(Decoder):
 
     def mlp(self, number, source, norm, ops, tp):
         """The layer's MLP."""
-        return dense(source, norm, self.config, ops, tp)
+        return dense(source.prefixed("mlp."), norm, self.config, ops, tp)

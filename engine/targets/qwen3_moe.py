@@ -12,7 +12,7 @@ class Qwen3MoE(Decoder):
 
     def mlp(self, number, source, norm, ops, tp):
         """Experts, or the one MLP of a dense layer."""
-        c = self.config
+        c, source = self.config, source.prefixed("mlp.")
         if number in c.dense_layers:
             return dense(source, norm, c, ops, tp)
         router = Router.declare(source, "gate", c.experts, c.hidden, Routing(c.experts_per_token, c.norm_topk_prob))

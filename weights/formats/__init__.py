@@ -4,7 +4,7 @@ result."""
 from collections.abc import Callable
 
 from weights.fields import Fields
-from weights.formats.dense import Dense, DenseExperts, ExpertNames
+from weights.formats.dense import BiasedExperts, Dense, DenseExperts, ExpertNames
 from weights.formats.fp8 import Fp8Blocks, Fp8Experts
 from weights.formats.int4 import Int4Experts, Int4Groups
 from weights.formats.modules import quantization
@@ -17,6 +17,7 @@ FORMATS: dict[str, Callable[[Fields], object]] = {
 
 __all__ = [
     "FORMATS",
+    "BiasedExperts",
     "Dense",
     "DenseExperts",
     "ExpertNames",

@@ -43,6 +43,22 @@ class DenseExperts:
         return ops.moe(x, norm_weight, eps, *choice, e.gate_up, e.down, activation, residual)
 
 
+@dataclass(frozen=True)
+class BiasedExperts:
+    """Parameters of a layer's experts with biases, this rank's share I of the intermediate size."""
+
+    gate_up: torch.Tensor  # [E, 2I, D], gate rows first
+    gate_up_bias: torch.Tensor  # [E, 2I], likewise
+    down: torch.Tensor  # [E, D, I]
+    down_bias: torch.Tensor | None  # [E, D]; a sum over ranks holds it once
+
+    def apply(self, ops, x, norm_weight, eps, router, activation, residual):
+        """As DenseExperts.apply."""
+        normed, ids, weights = router(ops, x, norm_weight, eps)
+        biases = self.gate_up_bias, self.down_bias
+        return ops.experts(normed, ids, weights, self.gate_up, self.down, activation, residual, *biases)
+
+
 class Dense:
     """Weights stored as they are used: one matrix a projection, [out, in]."""
 
@@ -59,4 +75,15 @@ class Dense:
         return DenseExperts(
             gate_up=source.stack([[(n.gate + ".weight", wide), (n.up + ".weight", wide)] for n in each], cut=0),
             down=source.stack([[(n.down + ".weight", tall)] for n in each], cut=1),
+        )
+
+    def declare_woven(self, source: Source, experts: int, hidden: int, intermediate: int) -> BiasedExperts:
+        """Experts stored together with their biases, transposed, gate and up in turn (gpt-oss)."""
+        e, d, i = experts, hidden, intermediate
+        down_bias = source.take("down_proj_bias", (e, d))
+        return BiasedExperts(
+            gate_up=source.woven("gate_up_proj", (e, d, 2 * i), strands=2, transposed=True, cut=2),
+            gate_up_bias=source.woven("gate_up_proj_bias", (e, 2 * i), strands=2, cut=1),
+            down=source.woven("down_proj", (e, i, d), transposed=True, cut=1),
+            down_bias=None if source.rank else down_bias,
         )
