@@ -15,13 +15,14 @@ from tqdm import tqdm
 from engine.engine import Engine
 from engine.forced import PAGE, Teacher
 from engine.generate import Quiet, decode
+from engine.lessons import PROBES, load_target
 from engine.loading import Options, device_of, open_draft, open_target
 from engine.options import DEMO, Parser, least
 from engine.prompts import read
 from engine.report import Acceptance, Run
 from engine.request import Sampling
 from engine.shape import PLAIN, Shape
-from engine.train import PROBES, Windows, load_target, read_stream
+from engine.streams import Windows, read_stream
 from engine.train_head import Head, hits
 from weights import Checkpoint
 from weights.capture import boundaries

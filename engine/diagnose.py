@@ -52,10 +52,7 @@ def texts(o, engine: Engine) -> list[list[int]]:
         return texts_for(engine.parts, o.tokens)
     out, left = [], o.tokens
     for prompt in prompts.read(o.text, "--text"):
-        try:
-            ids = engine.ids(prompt.content)[:left]
-        except Refused as error:
-            raise Refused(f"{prompt.where}{error}") from None
+        ids = prompts.encoded(prompt, engine.parts.text, engine.target.head.vocabulary)[:left]
         out += [ids[at : at + WINDOW] for at in range(0, len(ids), WINDOW)]
         left -= len(ids)
     return out

@@ -17,6 +17,7 @@ from .rules import rule_of
 from .score import score
 from .session import Programs, Session
 from .shape import PLAIN, Shape
+from .text import token_ids
 from .watch import Watch, tensors
 
 DEFAULT_SHAPE = Shape(3, 1, 4)
@@ -138,24 +139,7 @@ class Engine:
 
     def ids(self, prompt):
         """The same without a limit of length."""
-        text, vocabulary = self.parts.text, self.parts.target.head.vocabulary
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-            if text is None:
-                raise Refused("messages: this checkpoint has no tokenizer; supported: token ids")
-            prompt = text.chat(prompt)
-        elif isinstance(prompt, str):
-            if text is None:
-                raise Refused("prompt: this checkpoint has no tokenizer; supported: token ids")
-            prompt = text.encode(prompt) if prompt.strip() else []
-        elif not isinstance(prompt, list):
-            kind = type(prompt).__name__
-            raise Refused(f"prompt: it is a {kind}; supported: a text, a list of ids or a list of chat messages")
-        if not prompt:
-            raise Refused("prompt: it is empty; supported: at least one token")
-        for token in prompt:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
-                raise Refused(f"prompt: token id {token!r}; supported: whole numbers from 0 to {vocabulary - 1}")
-        return prompt
+        return token_ids(prompt, self.parts.text, self.parts.target.head.vocabulary)
 
     def score(self, prompt):
         """Teacher-forced scores of a text, a list of ids or of messages; no stream may be in progress.

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from weights.config import Refused
 
+from .text import token_ids
+
 KINDS = ("prompt", "token_ids", "messages")
 
 
@@ -73,6 +75,18 @@ def _fits(kind: str, content: object) -> bool:
     if kind == "token_ids":
         return all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in content)
     return all(isinstance(m, dict) and all(isinstance(m.get(k), str) for k in ("role", "content")) for m in content)
+
+
+def encoded(prompt: Prompt, text, vocabulary: int) -> list[int]:
+    """Token ids of a prompt of any length. Raises Refused saying where it stands.
+
+    Args:
+        text: engine.text.Text or None; vocabulary: ids there are.
+    """
+    try:
+        return token_ids(prompt.content, text, vocabulary)
+    except Refused as error:
+        raise Refused(f"{prompt.where}{error}") from None
 
 
 def chat(prompts: list[Prompt]) -> list[Prompt]:

@@ -65,6 +65,31 @@ class Text:
         return text.endswith(HALF) or bool(BYTE.fullmatch(self.tokenizer.convert_ids_to_tokens(ids[-1]) or ""))
 
 
+def token_ids(prompt: str | list, text: Text | None, vocabulary: int) -> list[int]:
+    """Token ids of a prompt: a text, a list of ids, or a list of chat messages. Raises Refused.
+
+    Args:
+        text: None where the checkpoint has no tokenizer; vocabulary: ids there are.
+    """
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+        if text is None:
+            raise Refused("messages: this checkpoint has no tokenizer; supported: token ids")
+        prompt = text.chat(prompt)
+    elif isinstance(prompt, str):
+        if text is None:
+            raise Refused("prompt: this checkpoint has no tokenizer; supported: token ids")
+        prompt = text.encode(prompt) if prompt.strip() else []
+    elif not isinstance(prompt, list):
+        kind = type(prompt).__name__
+        raise Refused(f"prompt: it is a {kind}; supported: a text, a list of ids or a list of chat messages")
+    if not prompt:
+        raise Refused("prompt: it is empty; supported: at least one token")
+    for token in prompt:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
+            raise Refused(f"prompt: token id {token!r}; supported: whole numbers from 0 to {vocabulary - 1}")
+    return prompt
+
+
 class Stream:
     """Text of one request, token by token. The pieces join to `text`: the decode of all ids, cut before a stop string.
 

@@ -6,147 +6,27 @@ Shapes: B sequences, L tokens of a window, N = L - steps rows trained of it, V v
 
 import contextlib
 import json
-import lzma
 import math
 import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from kernels import REFERENCE
 from weights.config import Eagle3Config, Refused
 
-from .forced import PAGE, Teacher
-from .loading import Options, Plan, device_of, open_target
+from .forced import PAGE
+from .lessons import FromDump, FromText
+from .loading import Options, device_of, open_target
 from .options import Parser, least, number
-from .text import Text
-from .tp import TP
-from .train_head import Head, chain_length, describe, draft_vocabulary, hits, losses
+from .train_head import Head, describe, draft_vocabulary, losses
 
 OWN = 16384  # self-generated windows by default
-ROWS = 8192  # sequences continued at once
 WARM_UP = 0.03  # share of the run in which the rate rises
 DECAY = 0.8  # weight of a step's loss against the step before it
-PROBES = 64  # held-out windows
-CONTINUED = 128  # tokens that the target adds to each of them
 FIXED = (
-    "target corpus heldout capture_layers draft_vocab intermediate batch length ttt seed lr self_generated sharpen"
+    "target corpus dump heldout capture_layers draft_vocab intermediate batch length ttt seed lr self_generated sharpen"
 ).split()  # options that a resumed run must share with the run it goes on with
-
-
-class Windows:
-    """Training windows: of the corpus, every other one from a file's start, and of the target's own text."""
-
-    def __init__(self, stream, end_ids, length, seed):
-        self.stream, self.length, self.seed = stream, length, seed
-        ends = torch.tensor(end_ids, dtype=stream.dtype, device=stream.device)
-        self.starts = torch.isin(stream[:-length], ends).nonzero()[:, 0] + 1
-
-    def _generator(self, number):
-        """A draw depends on (seed, number) alone: resuming changes nothing."""
-        return torch.Generator(self.stream.device).manual_seed(self.seed * 1_000_003 + number)
-
-    def corpus(self, count, length, number):
-        """[count, length] int64, the draw of that number."""
-        draw = self._generator(number)
-        device = self.stream.device
-        at = torch.randint(len(self.stream) - length, (count,), generator=draw, device=device)
-        if len(self.starts):
-            first = torch.randint(len(self.starts), (count,), generator=draw, device=device)
-            at[::2] = self.starts[first[::2]]
-        return self.stream[at[:, None] + torch.arange(length, device=device)].long()
-
-    def mixed(self, step, count, own, share):
-        """[count, L] of a training step; `share` of them, in the long run, rows of own [M, L]."""
-        windows = self.corpus(count, self.length, step)
-        mine = math.floor((step + 1) * count * share) - math.floor(step * count * share)
-        if mine:
-            draw = self._generator(-1 - step)
-            pick = torch.randint(len(own), (mine,), generator=draw, device=own.device)
-            windows[count - mine :] = own[pick].long()
-        return windows
-
-
-def own_text(target, windows, count, say):
-    """`count` windows [count, L] int32 that begin with corpus text and go on as the target does, greedily."""
-    length, pieces, began = windows.length, [], time.monotonic()
-    shortest = max(PAGE, length // 4 // PAGE * PAGE)  # long continuations wander off from what a prompt leads to
-    known = range(shortest, max(shortest, length - 2 * PAGE) + 1, PAGE)
-    rows = min(ROWS, -(-count // len(known)))
-    teacher = Teacher(target, rows, length, windows.stream.device)
-    for i, start in enumerate(range(0, count, rows)):
-        prefixes = windows.corpus(min(rows, count - start), known[i % len(known)], 1 << 40 | i)
-        pieces.append(teacher.continued(prefixes, length).int())
-        say(f"self-generated {start + len(prefixes)} of {count} windows, {time.monotonic() - began:.0f} s")
-    return torch.cat(pieces)
-
-
-def evaluate(head, target, stream, end_ids, o):
-    """Agreement on held-out text, and on the target's own greedy continuations of it with the accept length that a
-    chain would reach there."""
-    windows = Windows(stream, end_ids, o.length, o.seed)
-    texts = windows.corpus(min(PROBES, max(1, len(stream) // o.length)), o.length, 0).split(o.batch)
-    teacher = Teacher(target, o.batch, o.length, stream.device)
-    known = max(1, min(o.length // 2 // PAGE * PAGE, o.length - 2 * o.ttt))
-    length = min(o.length, known + CONTINUED + o.ttt)
-    own = [teacher.continued(part[:, :known], length) for part in texts]
-    plain, greedy = (
-        torch.cat([hits(head, teacher.lesson(part, head.draft_ids), o.ttt) for part in parts]) for parts in (texts, own)
-    )
-    greedy = greedy[:, known - 1 :]  # the first of these rows drafts right after the target's first own token
-    return {
-        "heldout_top1": [round(x, 4) for x in plain.float().mean((0, 1)).tolist()],
-        "greedy_top1": [round(x, 4) for x in greedy.float().mean((0, 1)).tolist()],
-        "greedy_accept_length": {f"{s}-1-{s + 1}": round(chain_length(greedy, s), 3) for s in range(1, o.ttt + 1)},
-    }
-
-
-def read_stream(path, folder, vocabulary):
-    """Token ids of a corpus file [tokens] int32: *.bin and *.bin.xz hold little-endian uint16 ids, anything else is
-    text for the tokenizer of the target at `folder`. Raises Refused."""
-    path = Path(path)
-    try:
-        stored = lzma.open(path).read() if path.suffix == ".xz" else path.read_bytes()
-        if path.name.removesuffix(".xz").endswith(".bin"):
-            ids = np.frombuffer(stored[: len(stored) // 2 * 2], dtype="<u2").astype(np.int32)
-        else:
-            text = None if folder is None else Text.find(folder)
-            if text is None:
-                raise Refused(f"{path}: the target has no tokenizer for text; supported: a *.bin or *.bin.xz of ids")
-            ids = np.asarray(text.encode(stored.decode()), dtype=np.int32)
-    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
-        raise Refused(f"{path}: cannot be read ({error}); supported: ids in *.bin[.xz], or UTF-8 text") from None
-    if len(ids) and ids.max() >= vocabulary:
-        raise Refused(f"{path}: holds id {ids.max()}; supported: ids below the target's vocabulary of {vocabulary}")
-    return torch.from_numpy(ids)
-
-
-def streams(o, folder, vocabulary):
-    """(training, held-out) token ids of --corpus and --heldout. Raises Refused where one is too short."""
-    corpus = Path(o.corpus)
-    inside = corpus / "train.bin.xz" if corpus.is_dir() else corpus
-    beside = inside.with_name("heldout.bin.xz")
-    train = read_stream(inside, folder, vocabulary)
-    if o.heldout or beside.is_file() and beside != inside:
-        held = read_stream(o.heldout or beside, folder, vocabulary)
-    else:
-        cut = len(train) - max(len(train) // 50, 2 * o.length)
-        train, held = train[: max(cut, 0)], train[max(cut, 0) :]
-    for name, stream in ((inside, train), (o.heldout or "held-out text", held)):
-        if len(stream) < 2 * o.length:
-            raise Refused(f"{name}: {len(stream)} tokens; supported: at least two windows of --length {o.length}")
-    return train, held
-
-
-def load_target(opened, capture, length, device):
-    """The target of an Opened, fp32 and without a drafter. Raises Refused before memory is filled."""
-    plan = Plan(opened, None, capture, length, REFERENCE, TP(), torch.float32)
-    plan.build("meta")[1].check()
-    target, source, _, _ = plan.build(device)
-    source.fill()
-    return target
 
 
 class Schedule:
@@ -191,7 +71,7 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.seconds, self.curve = state["step"], state["seconds"], state["curve"]
 
-    def run(self, teacher, windows, autocast, save, say):
+    def run(self, study, autocast, save, say):
         """Train to the end of the schedule; `save` every --save-every seconds, `say` a line every --log-every."""
         o, head = self.o, self.head
         weight = DECAY ** torch.arange(o.ttt, device=o.device)
@@ -202,7 +82,7 @@ class Trainer:
         while (progress := schedule.progress(self.step)) < 1:
             for group in self.optimizer.param_groups:
                 group["lr"] = schedule.rate(progress)
-            lesson = teacher.lesson(windows.mixed(self.step, o.batch, self.own, o.self_generated), draft_ids, o.sharpen)
+            lesson = study.lesson(self.step, draft_ids)
             with autocast():
                 loss, agree = losses(head, lesson, o.ttt)
             (loss * weight).sum().backward()
@@ -244,7 +124,10 @@ def parser():
     p = Parser(prog="python -m engine.train", allow_abbrev=False, description=__doc__.split("\n\n")[0])
     add = p.add_argument
     add("--target", required=True, metavar="DIR|HUB_ID", help="the target")
-    add("--corpus", required=True, metavar="FILE|DIR", help="ids in *.bin[.xz], text, or DIR/train.bin.xz")
+    add("--corpus", metavar="FILE|DIR", help="ids in *.bin[.xz], text, or DIR/train.bin.xz")
+    add(
+        "--dump", metavar="DIR", help="in place of a corpus: hidden states that engine.dump wrote, and their boundaries"
+    )
     add("--heldout", metavar="FILE", help="default: heldout.bin.xz beside the corpus, else its last 2 %%")
     add("--out", required=True, metavar="DIR", help="where the head goes")
     add("--capture-layers", metavar="boundary:A,B,C|output:A,B,C", help="default: the usual three")
@@ -272,6 +155,12 @@ def parse(argv):
     o, unknown = parser().parse_known_args(argv)
     if unknown:
         raise Refused(f"{unknown[0]}: there is no such option; --help lists all")
+    if (o.corpus is None) == (o.dump is None):
+        raise Refused("--corpus FILE|DIR and --dump DIR: supported: exactly one of them")
+    for name in ("heldout", "capture_layers", "self_generated"):
+        if o.dump is not None and getattr(o, name):
+            option = f"--{name.replace('_', '-')}"
+            raise Refused(f"{option} {getattr(o, name)}: a dump holds what it holds; supported: with --corpus")
     if (o.steps is None) == (o.minutes is None):
         raise Refused("--steps N and --minutes M: supported: exactly one of them")
     for name in ("minutes", "lr"):
@@ -306,9 +195,8 @@ def saved_state(o):
     except Exception as error:  # the reader raises a different type for each way of being broken
         raise Refused(f"--resume: {path} cannot be read ({str(error).splitlines()[0]})") from None
     for name, value in settings(o).items():
-        if state["settings"][name] != value:
-            option = f"--{name.replace('_', '-')}"
-            raise Refused(f"--resume: {option} is {value}, the interrupted run had {state['settings'][name]}")
+        if (had := state["settings"].get(name)) != value:
+            raise Refused(f"--resume: --{name.replace('_', '-')} is {value}, the interrupted run had {had}")
     return state
 
 
@@ -318,25 +206,20 @@ def run(o, argv):
     opened = open_target(Options(target=o.target))
     if o.length > opened.config.max_positions:
         raise Refused(f"--length {o.length}: supported: up to the target's {opened.config.max_positions} positions")
-    raw, capture = describe(opened.config, opened.checkpoint.config, o.draft_vocab, o.intermediate, o.capture_layers)
+    study = FromDump(o, opened) if o.dump else None
+    override = o.capture_layers if study is None else study.override
+    raw, capture = describe(opened.config, opened.checkpoint.config, o.draft_vocab, o.intermediate, override)
     config = Eagle3Config.read(raw, "the head")
-    stream, held = (s.to(o.device) for s in streams(o, opened.folder, opened.config.vocab))
-    end_ids = opened.config.eos_ids
-    target = load_target(opened, capture, o.length + PAGE, o.device)
-    say(f"capture layers: boundaries {list(capture.boundaries)} ({capture.why}); {len(stream)} tokens on {o.device}")
+    study = study or FromText(o, opened, capture, say, None if state is None else state["own"])
+    say(f"capture layers: boundaries {list(capture.boundaries)} ({capture.why}); {study.about}")
+    if state is not None:
+        say(f"resumed at step {state['step']}, {state['seconds']:.0f} s")
 
     torch.manual_seed(o.seed)
-    windows = Windows(stream, end_ids, o.length, o.seed)
-    if state is None:
-        own = own_text(target, windows, o.windows, say) if o.self_generated else None
-    else:
-        own = state["own"]
-        say(f"resumed at step {state['step']}, {state['seconds']:.0f} s")
-    shares = frequencies(stream, own, o.self_generated, opened.config.vocab)
-    draft_ids = draft_vocabulary(shares, o.draft_vocab) if state is None else state["draft_ids"]
-    covered = float(shares[draft_ids].sum())
+    draft_ids = draft_vocabulary(study.shares, o.draft_vocab) if state is None else state["draft_ids"]
+    covered = float(study.shares[draft_ids].sum())
     say(f"draft vocabulary: {o.draft_vocab} ids, {100 * covered:.2f} % of the text trained on")
-    trainer = Trainer(Head(config, draft_ids, target, o.length).to(o.device), o, own)
+    trainer = Trainer(Head(config, draft_ids, study.target, o.length).to(o.device), o, study.own)
     if state is not None:
         trainer.restore(state)
 
@@ -353,9 +236,9 @@ def run(o, argv):
         part.replace(out / "training.pt")
         trainer.head.save(raw, out)
 
-    trainer.run(Teacher(target, o.batch, o.length, o.device), windows, autocast, save, say)
+    trainer.run(study, autocast, save, say)
     trainer.head.rounded()
-    figures = evaluate(trainer.head, target, held, end_ids, o)
+    figures = study.evaluate(trainer.head)
     trainer.head.save(raw, out)
     record = {
         "command": " ".join(["python -m engine.train", *argv]),
@@ -369,7 +252,7 @@ def run(o, argv):
         "parameters": sum(p.numel() for p in trainer.head.parameters()),
         "train_tokens": trainer.step * o.batch * o.length,
         "draft_vocab_coverage": round(covered, 4),
-        "self_generated_windows": 0 if own is None else len(own),
+        "self_generated_windows": 0 if study.own is None else len(study.own),
         **figures,
         "loss_and_top1_by_step": trainer.curve,
     }
@@ -379,14 +262,6 @@ def run(o, argv):
     for name, figure in figures.items():
         say(f"{name}: {figure}")
     say(f"saved to {out}; the same run again: --steps {trainer.step} in place of --minutes")
-
-
-def frequencies(stream, own, share, vocabulary):
-    """[V] share of every id in the text trained on."""
-    counts = torch.bincount(stream, minlength=vocabulary).double() / len(stream)
-    if own is None:
-        return counts
-    return (1 - share) * counts + share * torch.bincount(own.flatten(), minlength=vocabulary) / own.numel()
 
 
 def say(line):

@@ -192,7 +192,7 @@ def describe(target, raw_target, draft_vocab, intermediate, override):
         "intermediate_size": intermediate,
         "num_hidden_layers": 1,
         "num_attention_heads": target.heads,
-        "num_key_value_heads": target.kv_heads,
+        "num_key_value_heads": getattr(target, "kv_heads", target.heads),  # latent attention has none
         "head_dim": target.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": target.eps,

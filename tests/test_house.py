@@ -30,7 +30,7 @@ ROOMS = {
     **{f"engine.{m}": (5, "engine") for m in ("score", "session", "engine", "forced", "wiring")},
     "engine": (5, "engine"),
     **{f"engine.{m}": (6, "commands") for m in ("options", "prompts", "generate", "diagnose", "dump")},
-    **{f"engine.{m}": (6, "commands") for m in ("train", "train_head")},
+    **{f"engine.{m}": (6, "commands") for m in ("train", "train_head", "lessons", "streams")},
     "weights.demo": (7, "demo"),
     "bench": (7, "bench"),
 }

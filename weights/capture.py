@@ -35,12 +35,12 @@ def boundaries(config: Eagle3Config | None, layers: int, override: str | None = 
     if override is not None:
         return Capture(_overridden(config, layers, override), "override", f"option --capture-layers {override}")
     shift, source, why = _reading(config, layers)
-    ids = _default(layers) if config.aux_ids is None else config.aux_ids
+    ids = usual(layers) if config.aux_ids is None else config.aux_ids
     origin = "the default layers" if config.aux_ids is None else "key 'eagle_aux_hidden_state_layer_ids'"
     return Capture(_checked([i + shift for i in ids], ids, config.aux_count, layers, origin), source, why)
 
 
-def _default(layers: int) -> tuple[int, ...]:
+def usual(layers: int) -> tuple[int, ...]:
     """The three boundaries that every trainer and engine means when nothing is said."""
     return 2, layers // 2, layers - 3
 
@@ -59,7 +59,7 @@ def _reading(config: Eagle3Config, layers: int) -> tuple[int, str, str]:
         # vLLM itself would take B_1 of its own architectures, which no trainer means
         source = "guessed" if config.family == "vllm" else "config"
         return 1, source, "the ids name layer outputs: they start with 1"
-    if tuple(sorted(ids)) == _default(layers):
+    if tuple(sorted(ids)) == usual(layers):
         return 0, "guessed", "the ids equal the usual boundaries, but may name layer outputs; read as boundaries"
     if config.family == "vllm":
         return 0, "config", "vLLM's own architectures name boundaries"
@@ -90,7 +90,7 @@ def _readings(config: Eagle3Config, layers: int, force: tuple[int, ...]):
     yield "one layer lower", tuple(i - 1 for i in force)
     yield "one layer higher", tuple(i + 1 for i in force)
     if len(force) == 3:
-        yield "default layers", _default(layers)
+        yield "default layers", usual(layers)
     yield "embedding in place of the lowest", (0, *force[1:])
     yield "embedding first, the highest left out", (0, *force[:-1])
     yield "order reversed", force[::-1]
