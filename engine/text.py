@@ -6,7 +6,9 @@ from pathlib import Path
 
 from weights.config import Refused
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+from . import kimi
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", kimi.RANKS)
 HALF = "\ufffd"  # what decoders show for a character whose bytes are not all there
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # a byte-fallback token: a run of them is decoded as a whole
 
@@ -15,9 +17,12 @@ class Text:
     """The tokenizer of the checkpoint at a directory. Raises Refused where it cannot be loaded."""
 
     def __init__(self, path: str | Path):
+        self.where = str(path)
+        if kimi.found(path):
+            self.tokenizer = kimi.Kimi(path)
+            return
         from transformers import AutoTokenizer  # a second of import; a run on token ids does without
 
-        self.where = str(path)
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(self.where, local_files_only=True, trust_remote_code=False)
         except Exception as error:

@@ -20,7 +20,7 @@ ROOMS = {
     "kernels": (0, "kernels"),
     "weights": (0, "weights"),
     **{f"engine.{m}": (1, "types") for m in ("shape", "tp", "batch", "cache", "buffers", "rules")},
-    **{f"engine.{m}": (1, "types") for m in ("memory", "text", "watch")},
+    **{f"engine.{m}": (1, "types") for m in ("memory", "text", "kimi", "watch")},
     "engine.layers": (2, "layers"),
     "engine.targets": (3, "targets"),
     "engine.drafters": (3, "drafters"),
@@ -39,7 +39,7 @@ COMMANDS = ("commands", "demo", "bench")
 OUTSIDE = {
     "kernels": {"torch", "triton", "flashinfer"},
     "weights": {"torch", "safetensors", "huggingface_hub"},
-    "types": {"torch", "transformers"},
+    "types": {"torch", "transformers", "tiktoken"},
     **dict.fromkeys(("layers", "targets", "drafters", "cycle"), {"torch"}),
 }
 ENGINE_FLOORS = range(5)
