@@ -3,6 +3,7 @@
 from weights.config import Refused
 
 from .engine import Engine, Sampling
+from .ranks import spawn
 from .shape import Shape
 
-__all__ = ["Engine", "Refused", "Sampling", "Shape"]
+__all__ = ["Engine", "Refused", "Sampling", "Shape", "spawn"]

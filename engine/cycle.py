@@ -4,17 +4,22 @@ import torch
 
 from .batch import Batch
 from .buffers import BACKLOG
+from .tp import TP
+
+ALONE = TP()
 
 
 class Cycle:
     """The four stages over one State and one Tree; drafter None decodes plainly and remembers nothing for a drafter.
 
     A drafter with Shape(0, 1, 1) decodes plainly too, and keeps the backlog that the drafter has to catch up on.
+    tp: all ranks verify rank 0's tree, and take its answers where those depend on what the draft drew from.
     """
 
     stages = ("draft", "verify", "accept", "commit")
 
-    def __init__(self, target, drafter, cache, state, tree, ops):
+    def __init__(self, target, drafter, cache, state, tree, ops, tp=ALONE):
+        self.tp, self.astray = tp, not getattr(drafter, "in_step", False)  # ranks' drafters may propose unlike things
         self.target, self.drafter, self.cache, self.ops = target, drafter, cache, ops
         self.state, self.tree = state, tree
 
@@ -30,6 +35,9 @@ class Cycle:
             t.q.zero_()
         if t.shape.steps:
             self.drafter.propose(s, t, self.cache)
+            if self.astray:
+                self.tp.follow(t.tokens)
+                self.tp.follow(t.parents)
             s.backlog.zero_()
             self.ops.ancestry(t.parents, t.depths, t.ancestors, t.shape.steps)
         t.tokens[:, 0] = s.root  # whatever the drafter wrote there
@@ -47,6 +55,8 @@ class Cycle:
         if t.logits is not None:
             t.lse.copy_(lse.view_as(t.lse))
         t.target_ids.copy_(t.rule.answer(self.ops, ids.view_as(t.target_ids), s, t))
+        if self.astray and t.q is not None:
+            self.tp.follow(t.target_ids)
         t.aux.copy_(aux.view_as(t.aux))
 
     def accept(self):

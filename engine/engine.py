@@ -150,7 +150,7 @@ class Engine:
         Raises Refused for what is no prompt, or longer than the context or the cache.
         """
         self._idle()
-        ids, most = self.ids(prompt), self.parts.max_context
+        ids, most = self.parts.tp.word(lambda: self.ids(prompt)), self.parts.max_context
         if len(ids) > most:
             raise Refused(f"score: {len(ids)} tokens; the context holds {most}")
         self.pool.demand(len(ids))
@@ -195,8 +195,8 @@ class Engine:
             engine.session.Event: .tokens .text .tree .accepted .features. The first is the prefill's own token, without
             a tree. details False: neither trees nor features are gathered.
         """
-        request = self._request(0, prompt, sampling or Sampling())
-        return self._session([request], shape or self.shape, detail=details)
+        requests = self._requests([prompt], [sampling or Sampling()])
+        return self._session(requests, shape or self.shape, detail=details)
 
     def stream_all(self, prompts, samplings, *, shape=None, profile=None, details=False):
         """Decode a list of prompts, yielding the Event of whichever request moved; .request.index tells which."""
@@ -204,17 +204,24 @@ class Engine:
         return self._session(requests, shape or self.shape, detail=details, profile=profile)
 
     def _requests(self, prompts, samplings):
-        """A request of each prompt; what is refused is said with its index where there are several."""
+        """A request of each prompt, as rank 0 has them; of several, what is refused is said with its index."""
+        asked = self.parts.tp.word(lambda: self._asked(prompts, samplings))
+        return [self._request(index, *one) for index, one in enumerate(asked)]
+
+    def _asked(self, prompts, samplings):
+        """[(ids, sampling)], all of it checked."""
         if len(samplings) != len(prompts):
             raise Refused(f"sampling: {len(samplings)} for {len(prompts)} prompts; supported: one, or one for each")
         requests = []
         for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
             with _named(index, len(prompts)):
-                requests.append(self._request(index, prompt, sampling))
+                ids = self.encode(prompt)
+                self._request(index, ids, sampling)
+                requests.append((ids, sampling))
         return requests
 
-    def _request(self, index, prompt, sampling):
-        ids, vocabulary = self.encode(prompt), self.parts.target.head.vocabulary
+    def _request(self, index, ids, sampling):
+        vocabulary = self.parts.target.head.vocabulary
         for token in sampling.stop_ids:
             if token >= vocabulary:
                 raise Refused(f"stop_ids: {token} is outside the vocabulary of {vocabulary}")

@@ -11,13 +11,14 @@ from tqdm import tqdm
 
 from weights.config import Refused
 
-from . import options, prompts, report
+from . import launch, options, prompts, report
 from .engine import Engine
 from .profile import Profile
 from .request import Sampling
 from .rules import Sampled, rule_of
 from .session import NonFinite
 from .shape import PLAIN
+from .tp import launched
 
 WARM_UP = 8  # tokens decoded each way before a comparison is timed
 SMALL = 256 << 20  # bytes of weights below which CPU threads wait for each other longer than they work
@@ -25,8 +26,14 @@ SMALL = 256 << 20  # bytes of weights below which CPU threads wait for each othe
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        run(options.parse(sys.argv[1:] if argv is None else argv))
+        o = options.parse(argv)
+        if launched() is not None:
+            return launch.guarded(lambda: run(o))
+        if o.tp > 1:
+            return launch.command("engine.generate", argv, o.tp)
+        run(o)
     except (Refused, NonFinite) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, Refused) else 1
@@ -39,8 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def run(o) -> None:
-    """Load, decode and report as `o`, the parsed options, says."""
+def run(o) -> int:
+    """Load, decode and report as `o`, the parsed options, says; returns 0."""
     given = [prompts.Prompt(o.prompt, "")] if o.prompt_file is None else prompts.read(o.prompt_file)
     given = prompts.chat(given) if o.chat else given
     samplings = [sampling(o, prompt.seed) for prompt in given]
@@ -65,10 +72,11 @@ def run(o) -> None:
     if o.compare:
         compare = report.comparison(plain, done, drawn=isinstance(rule_of(samplings), Sampled))
     say(report.decoded(done, compare, sum(prompt.templated for prompt in given)))
-    if o.stats is not None:
+    if o.stats is not None and engine.parts.tp.rank == 0:
         graphs = [entry | since(entry, before) for entry in engine.graphs.report()]
         document = report.document(done, engine.parts, graphs, engine.graphs.capture_ms, compare)
         Path(o.stats).write_text(json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    return 0
 
 
 def sampling(o, seed: int | None = None, most: int | None = None) -> Sampling:
@@ -112,6 +120,9 @@ def load(o, target: str | None, draft: str, shape) -> Engine:
             prefix_cache=not (o.no_prefix_cache or o.compare),  # both ways of a comparison start from nothing
             capture_layers=o.capture_layers,
             check=not o.no_check,
+            tp=o.tp,
+            expert_parallel=o.expert_parallel,
+            draft_tp=o.draft_tp,
         )
 
 

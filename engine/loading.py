@@ -1,12 +1,12 @@
 """From checkpoints to a target, a drafter and their cache: all is checked and counted before a weight is read."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from kernels import FUSED, PREFILL, REFERENCE, Ops, native
-from weights import AnyCheckpoint, Checkpoint, Refused, Renamed, Source, head_names, named, resolve
+from weights import AnyCheckpoint, Checkpoint, Refused, Renamed, head_names, named, resolve
 from weights.capture import Capture, boundaries
 from weights.config import (
     DeepseekConfig,
@@ -18,15 +18,14 @@ from weights.config import (
     Qwen3MoeConfig,
 )
 from weights.formats import format_of
-from weights.heads import check_table, tolerated
+from weights.heads import check_table
 
 from . import memory, wiring
 from .buffers import MAX_NODES
 from .cache import Cache
-from .drafters import DRAFTERS
-from .targets import TARGETS
+from .plan import DRAFT_TP, Opened, Plan, divided, faster
 from .text import Text
-from .tp import TP
+from .tp import TP, join, own_gpu, ranks_here
 
 CONFIGS = {
     "LlamaForCausalLM": LlamaConfig,
@@ -58,9 +57,9 @@ class Options:
     page_size: int = 64
     prefill_chunk: int = 512
     capture_layers: str | None = None
-    tp: int = 1  # this and the next two: what there is so far
-    expert_parallel: bool = False
-    draft_tp: str = "auto"
+    tp: int = 1  # ranks, one a process (engine.tp.join)
+    expert_parallel: bool = False  # whole experts to each rank; else every rank has its width of all
+    draft_tp: str = "auto"  # cut, replicated (no collectives in it), auto: the faster one
     check: bool = True  # measure which reading of an ambiguous head is right
     prefix_cache: bool = True  # prompts read the rows of an earlier one that begins alike
     reserve: int = MAX_NODES  # rows past the prefix that a cycle may write
@@ -86,13 +85,19 @@ class Parts:
     max_context: int
     capture: Capture | None
     memory: str
+    draft_tp: str | None = None  # with several ranks and a draft: which, and why
+    rank_bytes: list = field(default_factory=list)  # of each rank: (weights, cache)
     reports: list = field(default_factory=list)
     measured: list[str] = field(default_factory=list)  # switches of the head that its files leave open, a line each
     load_ms: float = 0.0
 
 
-def device_of(name):
-    """torch.device of a name, None: CUDA where there is a GPU."""
+def device_of(name, tp=1):
+    """torch.device of a name, None: CUDA where there is a GPU; with several ranks the GPU of this one."""
+    if tp > 1 and torch.cuda.is_available() and name in (None, "cuda"):
+        return torch.device(own_gpu(tp, torch.cuda.device_count()))
+    if tp > 1 and name not in (None, "cpu", "cuda"):
+        raise Refused(f"device: {name!r} with {tp} ranks; supported: cpu, or cuda (to each rank the GPU of its number)")
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -130,15 +135,6 @@ def operations(options, device, dtype, announce=None):
     else:
         line = "Triton (CUDA C++ serves bfloat16)"
     return ops, options.prompt_ops or PREFILL, line
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A checkpoint with its config read: `config` of weights.config, `folder` None for random weights."""
-
-    checkpoint: object
-    config: object
-    folder: object
 
 
 def _config(checkpoint):
@@ -198,44 +194,19 @@ def open_draft(options):
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How to build both models on a device; run once on "meta" to check and count, once for real."""
+class Judged:
+    """What is known once headers have been read: how to build the pair, its dry build, and what it may then hold."""
 
-    target: Opened
-    draft: Opened | None
-    capture: Capture | None
-    length: int  # positions of the rotary tables
-    ops: Ops
-    tp: TP
-    dtype: torch.dtype
-
-    def build(self, device):
-        """-> target, its Source, drafter or None, its Source or None; memory is allocated, nothing is read."""
-        tp, opened = self.tp, self.target
-        source = Source(opened.checkpoint, device, self.dtype, tp.rank, tp.size)
-        experts = format_of(opened.checkpoint.config, _config(opened.checkpoint))
-        layers = () if self.capture is None else self.capture.boundaries
-        make = TARGETS[opened.config.architecture]
-        target = make(opened.config, source, layers, self.length, experts, self.ops, tp)
-        if self.draft is None:
-            return target, source, None, None
-        found = self.draft.checkpoint
-        head = Source(found, device, self.dtype, tp.rank, tp.size, tolerates=tolerated)
-        make = DRAFTERS[self.draft.config.architecture]
-        return target, source, make(self.draft.config, head, target, self.length, self.ops, tp), head
+    plan: Plan
+    dry: tuple  # Plan.build on "meta"
+    max_context: int
+    prompt_ops: Ops
+    kernels: str  # what the tables of operations are
+    why: str | None = None  # the draft is cut or replicated
 
 
-def load(options, progress=None, announce=None):
-    """Open, check, count, allocate, read. Raises Refused before memory is filled; see Options.
-
-    Args:
-        progress: callable(bytes done, bytes in all) or None; announce: callable(line) or None, told what memory is
-        needed and there before a weight is read.
-    """
-    began = time.perf_counter()
-    device = device_of(options.device)
-    dtype, tp = dtype_of(options.dtype, device), TP()
-    _sizes(options)
+def _judge(options, device, dtype, tp, announce):
+    """Open, check and count on "meta"; what it says is the same on every rank."""
     target, draft = open_target(options), open_draft(options)
     max_context = _context(options, target.config)
     capture = None
@@ -245,24 +216,47 @@ def load(options, progress=None, announce=None):
         capture = boundaries(draft.config, target.config.layers, options.capture_layers)
     elif options.capture_layers is not None:
         capture = boundaries(None, target.config.layers, options.capture_layers)  # for a drafter assigned later
+    if options.expert_parallel and not getattr(target.config, "experts", 0):
+        raise Refused("expert_parallel: this target has no experts; supported: False")
+    own = TP() if options.draft_tp == "replicated" else tp
     ops, prompt_ops, kernels = operations(options, device, dtype, announce)
-    plan = Plan(target, draft, capture, max_context + options.reserve, ops, tp, dtype)
-
-    dry = plan.build("meta")
+    length = max_context + options.reserve
+    plan = Plan(target, draft, capture, length, ops, tp, own, dtype, options.expert_parallel)
+    plan, dry, why = divided(plan, options.draft_tp)
     for source in (dry[1], dry[3]):
         if source is not None:
             source.check()
     if draft is not None:
         check_table(draft.checkpoint, target.config.vocab)
-    kinds = {"target": dry[0].cache_rows} | ({"draft": dry[2].cache_rows} if draft else {})
+    return Judged(plan, dry, max_context, prompt_ops, kernels, why)
+
+
+def load(options, progress=None, announce=None):
+    """Open, check, count, allocate, read. Raises Refused before memory is filled, on all ranks alike; see Options.
+
+    Args:
+        progress: callable(bytes done, bytes in all) or None; announce: callable(line) or None, told what memory is
+        needed and there before a weight is read.
+    """
+    began = time.perf_counter()
+    _sizes(options)
+    device = device_of(options.device, options.tp)
+    dtype, table = dtype_of(options.dtype, device), options.ops or (FUSED if device.type == "cuda" else REFERENCE)
+    tp = join(options.tp, device, table.total)
+    judged = tp.together(lambda: _judge(options, device, dtype, tp, announce))
+    if judged.why is None and judged.plan.draft is not None and tp.size > 1:  # auto, and both ways are open
+        plan, dry, why = faster(judged.plan, judged.dry, device)
+        judged = replace(judged, plan=plan, dry=dry, why=why)
+    plan, dry, max_context = judged.plan, judged.dry, judged.max_context
+    kinds = {"target": dry[0].cache_rows} | ({"draft": dry[2].cache_rows} if plan.draft else {})
     columns = -(-(max_context + options.reserve) // options.page_size)
     pages = options.pages or columns * options.max_batch + 1
     need = sum(source.nbytes for source in (dry[1], dry[3]) if source is not None)
-    cache_need, has = Cache.nbytes(kinds, pages, options.page_size, dtype), memory.free_bytes(device)
-    stated = memory.statement(need, cache_need, has)
+    cache_need, has = Cache.nbytes(kinds, pages, options.page_size, dtype), memory.free_bytes(device, ranks_here())
+    stated = memory.statement(need, cache_need, has, tp.size)
     if announce:
         announce(stated)
-    memory.demand(need, cache_need, has)
+    tp.together(lambda: memory.demand(need, cache_need, has))
 
     model, source, drafter, head = plan.build(device)
     reports, total = [], need
@@ -271,21 +265,24 @@ def load(options, progress=None, announce=None):
             before = need - total
             reports.append(part.fill(progress and (lambda done, _, before=before: progress(before + done, need))))
             total -= part.nbytes
+    target, draft = plan.target, plan.draft
     parts = Parts(
         target=model,
         drafter=drafter,
         cache=Cache(kinds, pages, options.page_size, dtype, device),
-        ops=ops,
-        prompt_ops=prompt_ops,
-        kernels=kernels,
+        ops=plan.ops,
+        prompt_ops=judged.prompt_ops,
+        kernels=judged.kernels,
         tp=tp,
         dtype=dtype,
         device=device,
         text=None if target.folder is None else Text.find(target.folder),
         end_ids=target.config.eos_ids,
         max_context=max_context,
-        capture=capture,
+        capture=plan.capture,
         memory=stated,
+        draft_tp=judged.why,
+        rank_bytes=tp.every((need, cache_need)),
         reports=reports,
     )
     if options.check and target.folder and draft and draft.folder:  # random weights have nothing to measure
@@ -295,10 +292,12 @@ def load(options, progress=None, announce=None):
 
 
 def _sizes(options):
-    for name, only in (("tp", 1), ("expert_parallel", False), ("draft_tp", "auto")):
-        if getattr(options, name) != only:
-            raise Refused(f"{name}: {getattr(options, name)!r}; supported: {only!r} (one device)")
-    for name, least in (("max_batch", 1), ("page_size", 1), ("prefill_chunk", 1), ("pages", 2)):
+    if options.draft_tp not in DRAFT_TP:
+        raise Refused(f"draft_tp: {options.draft_tp!r}; supported: {', '.join(DRAFT_TP)}")
+    for name, only in (("expert_parallel", False), ("draft_tp", "auto")):
+        if options.tp == 1 and getattr(options, name) != only:
+            raise Refused(f"{name}: {getattr(options, name)!r} with one rank; supported: {only!r}, or tp above 1")
+    for name, least in (("tp", 1), ("max_batch", 1), ("page_size", 1), ("prefill_chunk", 1), ("pages", 2)):
         value = getattr(options, name)
         if value is not None and (not isinstance(value, int) or value < least):
             raise Refused(f"{name}: {value!r}; supported: whole numbers from {least}")

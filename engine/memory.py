@@ -9,19 +9,20 @@ from weights.config import Refused
 RESERVE = 0.05  # share of the free memory left to the allocator, workspaces and captured graphs
 
 
-def free_bytes(device):
-    """Bytes a process may still take on `device`."""
+def free_bytes(device, ranks=1):
+    """Bytes a process may still take on `device`; `ranks` of this host share its memory, each GPU is one rank's."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     with open("/proc/meminfo", encoding="ascii") as lines:
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    return min(available, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(available, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) // ranks
 
 
-def statement(weights, cache, has):
-    """One line: what is needed and what there is."""
+def statement(weights, cache, has, ranks=1):
+    """One line: what is needed and what there is, on each of so many ranks."""
+    each = f"each of {ranks} ranks " if ranks > 1 else ""
     return (
-        f"memory: needs {(weights + cache) / 1e9:.3f} GB (weights {weights / 1e9:.3f}, cache {cache / 1e9:.3f}), "
+        f"memory: {each}needs {(weights + cache) / 1e9:.3f} GB (weights {weights / 1e9:.3f}, cache {cache / 1e9:.3f}), "
         f"has {has / 1e9:.1f} GB"
     )
 

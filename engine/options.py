@@ -8,8 +8,10 @@ from weights.config import Refused
 
 from .graph import MODES
 from .loading import DTYPES, Options
+from .plan import DRAFT_TP
 from .request import Sampling
 from .shape import MAX_NODES, PLAIN, Shape
+from .tp import ranks_started
 
 DESCRIPTION = "Generate text with a target and its EAGLE-3 draft. Exit codes: 0; 2 refused; 1 failed."
 DEMO = Path(__file__).parents[1] / "weights" / "demo"
@@ -66,7 +68,6 @@ FOREIGN = {
 # Options whose work is not built: why they are refused, and what is there instead.
 ABSENT = {
     "shape": "the engine does not choose a shape itself; supported: --steps S --topk K --draft-tokens D",
-    "expert_parallel": "one device holds all experts; supported: leave it out",
     "tp_slice": "a share of a tensor-parallel model cannot be built; supported: --random NAME --layers N",
 }
 
@@ -138,9 +139,14 @@ def parser() -> Parser:
     add("--device", metavar="cpu|cuda|cuda:N", help="default: CUDA where there is a GPU")
     add("--dtype", choices=tuple(DTYPES), help="default: bfloat16 on CUDA, float32 on the CPU")
     add("--graphs", choices=MODES, default="auto", help="CUDA graphs; default %(default)s")
-    add("--tp", type=least(1), default=1, metavar="N", help="1 is supported")
-    add("--expert-parallel", action="store_true", help="not supported")
-    add("--draft-tp", choices=("cut", "replicated", "auto"), default="auto", help="auto is supported")
+    add(
+        "--tp",
+        type=least(1),
+        metavar="N",
+        help="ranks, a GPU each; default 1, under torchrun all that it started",
+    )
+    add("--expert-parallel", action="store_true", help="whole experts to each rank; default: each has its width of all")
+    add("--draft-tp", choices=DRAFT_TP, default="auto", help="the draft over ranks; default: whichever is faster")
     add("--tp-slice", type=least(1), metavar="N", help="not supported")
     add("--no-check", action="store_true", help="do not measure what an ambiguous head leaves open")
     add("--compare", action="store_true", help="decode plainly, then with speculation, and print the speed-up")
@@ -155,6 +161,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options, unknown = p.parse_known_args(argv)
     if unknown:
         raise Refused(_unknown(p, unknown[0]))
+    options.tp = options.tp or ranks_started()
     for name, why in ABSENT.items():
         value = getattr(options, name)
         if value is not None and value is not False:
@@ -184,8 +191,8 @@ def _conflicts(o: argparse.Namespace):
     yield o.layers and not o.random, f"--layers {o.layers}: supported with --random only"
     nothing = o.no_check and pair(o)[1] == "none"
     yield nothing, "--no-check: there is no draft to check; supported: with --draft DIR|HUB_ID"
-    yield o.tp > 1, f"--tp {o.tp}: supported: 1"
-    yield o.draft_tp != "auto", f"--draft-tp {o.draft_tp}: needs --tp above 1; supported: auto"
+    yield o.tp == 1 and o.draft_tp != "auto", f"--draft-tp {o.draft_tp}: needs --tp above 1; supported: auto"
+    yield o.tp == 1 and o.expert_parallel, "--expert-parallel: needs --tp above 1; supported: leave it out"
     for name in ("top_k", "top_p", "min_p", "seed"):
         value, option = getattr(o, name), f"--{name.replace('_', '-')}"
         yield (

@@ -188,9 +188,19 @@ def document(run: Run, parts, graphs: list[dict], capture_ms: float, compare: di
             "tp": parts.tp.size,
             "dtype": str(parts.dtype).removeprefix("torch."),
             "kernels": parts.kernels,
+            **parallel(parts),
             **nccl(),
         },
     }
+
+
+def parallel(parts) -> dict:
+    """Of several ranks: what carries their sums, how the draft is shared, and what each holds."""
+    links = parts.tp.links
+    if links is None:
+        return {}
+    held = {"weights_bytes": [w for w, _ in parts.rank_bytes], "cache_bytes": [c for _, c in parts.rank_bytes]}
+    return {"reduction": links.name, **links.facts, "draft_tp": parts.draft_tp, **held}
 
 
 def loaded(parts) -> list[str]:
@@ -198,6 +208,11 @@ def loaded(parts) -> list[str]:
     lines = []
     for report in parts.reports:
         lines += report.lines()
+    if parts.tp.size > 1:
+        each = ", ".join(f"{weights / 1e9:.3f}" for weights, _ in parts.rank_bytes)
+        lines.append(f"{parts.tp.size} ranks hold {each} GB of weights; sums by {parts.tp.links.name}")
+    if parts.tp.size > 1 and parts.drafter is not None:
+        lines.append(f"draft {parts.draft_tp}")
     if parts.capture is not None:
         boundaries = ", ".join(map(str, parts.capture.boundaries))
         doubt = "GUESSED, give --capture-layers to be sure: " if parts.capture.source == "guessed" else ""

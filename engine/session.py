@@ -81,7 +81,7 @@ class Programs:
             p = self.parts
             vocabulary = p.target.head.vocabulary if detail else None
             tree = Tree.allocate(batch, shape, p.target.features, p.dtype, p.device, vocabulary, rule)
-            cycle = Cycle(p.target, drafter, p.cache, self.state(batch), tree, p.ops)
+            cycle = Cycle(p.target, drafter, p.cache, self.state(batch), tree, p.ops, p.tp)
             self.cycles[key] = Stamped(cycle, p.ops.stamp) if stamped else cycle
         return self.cycles[key]
 

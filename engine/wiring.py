@@ -235,6 +235,7 @@ def settle(parts, announce=None):
         announce("the head's files leave open how it is wired: measuring it (--no-check skips this)")
     try:
         verdict = Examination(parts, texts_for(parts, SHORT), tuple(fields), guessed).verdict()
+        verdict = parts.tp.every(verdict)[0]  # all ranks read it alike
     except Refused:  # the context is too short for a text that says anything
         return
     taken = verdict.best if verdict.wrong else verdict.force

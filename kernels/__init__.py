@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from . import (
     accept,
+    allreduce,
     attend,
     attention,
     commit,
@@ -59,6 +60,7 @@ class Ops:
     draw: Callable
     commit: Callable
     stamp: Callable
+    total: Callable
 
 
 REFERENCE = Ops(
@@ -87,6 +89,7 @@ REFERENCE = Ops(
     draw=sampling.draw,
     commit=commit.reference,
     stamp=stamp.reference,
+    total=allreduce.reference,
 )
 
 FUSED = Ops(
@@ -115,6 +118,7 @@ FUSED = Ops(
     draw=sampling.draw_fused,
     commit=commit.fused,
     stamp=stamp.fused,
+    total=allreduce.fused,
 )
 
 # for passes over a prompt: many rows, causal, never part of a cycle

@@ -22,7 +22,7 @@ def _pairs(x, ids, weights, gate_up, down, act, bias):
 
 def _all_experts(x, ids, weights, gate_up, down, act, bias):
     """All experts as one wide MLP whose unchosen columns count zero: static shapes, few launches, for many rows."""
-    (e, width, _), share = gate_up.shape, weights.new_zeros(len(x), len(gate_up)).scatter(1, ids, weights)
+    (e, width, _), share = gate_up.shape, weights.new_zeros(len(x), len(gate_up)).scatter_add(1, ids, weights)
     wide, tall = gate_up.float().flatten(0, 1).T, down.float().transpose(1, 2).flatten(0, 1)
     parts = []
     for rows, part in zip(x.split(WIDE // (e * width) + 1), share.split(WIDE // (e * width) + 1), strict=True):

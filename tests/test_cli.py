@@ -314,7 +314,7 @@ BAD = {
     "x --frequency-penalty 1": "--frequency-penalty: there is no such option; --help lists all",
     "x --repetition-penalty 2": "--repetition-penalty: there is no such option; --help lists all",
     "x --batch 0": "--batch: '0' is not supported",
-    "x --tp 2": "--tp 2: supported: 1",
+    "x --tp 0": "--tp: '0' is not supported",
     "x --expert-parallel": "--expert-parallel: ",
     "x --draft-tp cut": "--draft-tp cut: needs --tp above 1",
     "x --tp-slice 8": "--tp-slice 8: ",

@@ -28,9 +28,11 @@ ROOMS = {
     "engine.graph": (4, "cycle"),
     **{f"engine.{m}": (5, "engine") for m in ("loading", "profile", "report", "logprobs", "request")},
     **{f"engine.{m}": (5, "engine") for m in ("score", "session", "engine", "forced", "wiring")},
+    **{f"engine.{m}": (5, "engine") for m in ("plan", "sharing", "ranks")},
     "engine": (5, "engine"),
     **{f"engine.{m}": (6, "commands") for m in ("options", "prompts", "generate", "diagnose", "dump")},
     **{f"engine.{m}": (6, "commands") for m in ("train", "train_head", "lessons", "streams")},
+    "engine.launch": (6, "commands"),
     "weights.demo": (7, "demo"),
     "bench": (7, "bench"),
 }

@@ -435,6 +435,13 @@ def stamp(dtype, device):
     yield "number", (torch.zeros(3, dtype=torch.int64, device=device), 1)
 
 
+def total(dtype, device):
+    make = Make(dtype, device)
+    for ranks, n, d, residual in ((2, 1, 64, True), (4, 3, 300, True), (3, 9, 80, False), (8, 2, 128, True)):
+        parts, extra = make.floats(ranks, n, d, scale=3.0), make.floats(n, d) if residual else None
+        yield f"{ranks}x{n}x{d}", (parts, extra)
+
+
 CASES = {
     f.__name__: f
     for f in (
@@ -459,5 +466,6 @@ CASES = {
         draw,
         commit,
         stamp,
+        total,
     )
 }

@@ -4,6 +4,7 @@ straight to its place."""
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -13,40 +14,14 @@ from fnmatch import translate
 import torch
 
 from weights.checkpoint import Index, listed
+from weights.cut import Cut, Shape
 from weights.fields import Refused
 
-Shape = tuple[int, ...]
 KINDS = {
     **dict.fromkeys((torch.float64, torch.float32, torch.float16, torch.bfloat16), "floating point"),
     **dict.fromkeys((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8), "integer"),
     torch.bool: "boolean",
 }  # float8 has no entry: its numbers mean nothing without their scales, so it only serves as itself
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How tensor parallelism divides a stored tensor: dimension `dim` into equal shares of whole `parts` (heads; None:
-    single rows). A share never holds a piece of a part."""
-
-    dim: int
-    parts: int | None = None
-
-    def index(self, name: str, shape: Shape, rank: int, size: int) -> Index | None:
-        """The slices of `rank`; None for the whole. Refused when `size` does not divide the parts."""
-        if size == 1:
-            return None
-        parts = self.parts or shape[self.dim]
-        if parts % size or shape[self.dim] % parts:
-            works = [str(n) for n in range(1, min(parts, 64) + 1) if parts % n == 0]
-            raise Refused(
-                f"tensor '{name}' {list(shape)}: dimension {self.dim} has {parts} equal parts, which tensor "
-                f"parallel size {size} does not divide; sizes that work: {', '.join(works)}"
-            )
-        share = shape[self.dim] // size
-        return tuple(
-            slice(rank * share, (rank + 1) * share) if d == self.dim else slice(None) for d in range(len(shape))
-        )
-
 
 Piece = tuple[str, Shape] | tuple[str, Shape, "int | Cut | None"]  # name, stored shape, own cut
 
@@ -60,6 +35,7 @@ class Part:
     index: Index | None
     place: torch.Tensor
     gain: float = 1.0  # multiplies what was read
+    here: bool = True  # on this rank; others are declared so that the whole checkpoint is judged, and not read
 
 
 @dataclass
@@ -70,6 +46,7 @@ class Book:
     skips: list[str] = field(default_factory=list)  # patterns
     borrowed: dict[str, str] = field(default_factory=dict)  # name -> reason
     guesses: list[str] = field(default_factory=list)
+    cuts: set[tuple[Shape, Cut]] = field(default_factory=set)
     nbytes: int = 0
 
 
@@ -123,13 +100,35 @@ class Source:
         self.size = size
         self.tolerates = tolerates
         self.prefix = ""
+        self.here = True
         self._book = Book()
 
     def prefixed(self, prefix: str) -> Source:
         """The same source with `prefix` before every name (and pattern) given to it."""
-        view = Source(self.checkpoint, self.device, self.dtype, self.rank, self.size, tolerates=self.tolerates)
-        view.prefix, view._book = self.prefix + prefix, self._book
+        return self._view(prefix=self.prefix + prefix)
+
+    def whole(self) -> Source:
+        """The same source for every rank alike: nothing declared through it is cut."""
+        return self._view(rank=0, size=1)
+
+    def elsewhere(self) -> Source:
+        """The same source for what other ranks hold: declared and checked, neither counted nor read."""
+        return self._view(rank=0, size=1, device=torch.device("meta"), here=False)
+
+    def _view(self, **changes) -> Source:
+        view = copy.copy(self)
+        vars(view).update(changes)
         return view
+
+    def deal(self, what: str, count: int) -> range:
+        """This rank's part of `count` whole things (experts). Raises Misfit where they do not divide."""
+        start = Cut(0).index(self.prefix + what, (count,), self.rank, self.size)
+        self._book.cuts.add(((count,), Cut(0)))
+        return range(count)[start[0]] if start else range(count)
+
+    def fits(self, size: int) -> bool:
+        """Whether `size` ranks could divide all that was declared."""
+        return all(cut.fits(shape, size) for shape, cut in self._book.cuts)
 
     def take(
         self,
@@ -238,7 +237,7 @@ class Source:
             raise Refused(f"{found.where}: {'; '.join(faults[:4])}{more}")
         return Report(
             where=found.where,
-            loaded=len(declared),
+            loaded=len({part.name for part in book.parts if part.here}),
             nbytes=book.nbytes,
             borrowed=sorted(book.borrowed.items()),
             missing=sorted(n for n in book.borrowed if not found.has(n)),
@@ -256,6 +255,8 @@ class Source:
         done = 0
         with torch.no_grad():
             for part in self._book.parts:
+                if not part.here:
+                    continue
                 self.checkpoint.read_into(part.place, part.name, part.index)
                 if part.gain != 1:
                     part.place.mul_(part.gain)
@@ -268,6 +269,8 @@ class Source:
         """(full name, stored shape, this rank's index, local shape)."""
         name, shape = self.prefix + name, tuple(shape)
         cut = Cut(cut) if isinstance(cut, int) else cut
+        if cut and self.here:
+            self._book.cuts.add((shape, cut))
         index = cut.index(name, shape, self.rank, self.size) if cut else None
         local = shape if index is None else tuple(len(range(n)[s]) for n, s in zip(shape, index, strict=True))
         return name, shape, index, local
@@ -293,8 +296,8 @@ class Source:
                 place = whole[i] if len(group) == 1 else whole[i].narrow(0, start, local[0])
                 start += local[0] if local else 0
                 self.checkpoint.expect(name, stored, whole.dtype)
-                self._book.parts.append(Part(name, stored, index, place, gain))
-        self._book.nbytes += math.prod(shape) * whole.dtype.itemsize
+                self._book.parts.append(Part(name, stored, index, place, gain, self.here))
+        self._book.nbytes += math.prod(shape) * whole.dtype.itemsize * self.here
         return whole
 
 

@@ -78,6 +78,7 @@ class Eagle3:
 
     def __init__(self, config, source, target, length, ops, tp):
         self.config, self.ops = config, ops
+        self.in_step = tp.size > 1  # what it proposes comes of numbers gathered from all ranks
         self.cache_rows = self.rows(tp)
         h, eps = config.hidden, config.eps
         source.ignore("verifier_*")  # speculators keeps the target's norm and head beside its own while training
@@ -99,7 +100,7 @@ class Eagle3:
 
     def rows(self, tp):
         """What the cache keeps for a position on this rank."""
-        return Rows(self.config.layers, 2, self.config.kv_heads // tp.size, self.config.head_dim)
+        return Rows(self.config.layers, 2, tp.share(self.config.kv_heads), self.config.head_dim)
 
     def _layer(self, source, number, cos_sin, ops, tp):
         """Layer 0 takes the joined input, normed; a later one the residual stream, which it norms itself."""

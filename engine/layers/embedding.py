@@ -10,6 +10,7 @@ class Embedding:
 
     def __init__(self, source, name, vocabulary, hidden, tp):
         self.weight, self.tp = source.take(f"{name}.weight", (vocabulary, hidden), cut=0), tp
+        self.name, self.vocabulary = source.prefix + name, vocabulary
 
     def __call__(self, tokens):
         """Ids below zero (no proposal) read row 0."""
@@ -25,9 +26,10 @@ class Embedding:
 class Head:
     """Final norm, projection and the best k ids; ranks exchange (value, id) pairs, never logits."""
 
-    def __init__(self, norm, weight, ops, tp):
-        """norm: layers.norm.Norm; weight: [V/size, D] this rank's rows, e.g. an Embedding's where they are tied."""
-        self.norm, self.weight, self.ops, self.tp = norm, weight, ops, tp
+    def __init__(self, norm, weight, ops, tp, *, name=None):
+        """norm: layers.norm.Norm; weight: [V/size, D] this rank's rows, e.g. an Embedding's where they are tied; name:
+        its full name in the checkpoint, None where it is another module's."""
+        self.norm, self.weight, self.ops, self.tp, self.name = norm, weight, ops, tp, name
 
     @property
     def vocabulary(self):
@@ -43,5 +45,5 @@ class Head:
         values, ids, lse = self.ops.head(x, self.norm.weight, self.norm.eps, self.weight, min(k, rows), share)
         if logits is not None:
             logits.copy_(self.tp.all_gather(share))
-        ids = ids + self.tp.rank * rows
-        return head.merge(self.tp.all_gather(values), self.tp.all_gather(ids), self.tp.all_gather(lse[:, None]), k)
+        found = head.pack(values, ids + self.tp.rank * rows, lse)
+        return head.merge(*head.unpack(self.tp.all_gather(found), self.tp.size), k)

@@ -20,9 +20,10 @@ class GQA:
 
     def __init__(self, source, norm, width, config, cos_sin, ops, tp, *, out_bias, window=None, sinks=False):
         self.norm, self.ops, self.cos_sin, self.eps, self.window = norm, ops, cos_sin, config.eps, window
-        self.heads, self.kv_heads, self.head_dim = config.heads // tp.size, config.kv_heads // tp.size, config.head_dim
+        self.heads, self.kv_heads, self.head_dim = config.heads // tp.size, tp.share(config.kv_heads), config.head_dim
         heads = list(zip("qkv", (config.heads, config.kv_heads, config.kv_heads), strict=True))
-        parts = [(f"{n}_proj", h * config.head_dim, Cut(0, h)) for n, h in heads]  # whole heads to each rank
+        # whole heads to each rank; where ranks outnumber the keys' heads, several hold the same
+        parts = [(f"{n}_proj", h * config.head_dim, Cut(0, h, shared=n != "q")) for n, h in heads]
         self.weight = source.concat([(f"{n}.weight", (rows, width), cut) for n, rows, cut in parts])
         self.bias = (
             source.concat([(f"{n}.bias", (rows,), cut) for n, rows, cut in parts]) if config.attention_bias else None

@@ -29,10 +29,11 @@ class Decoder:
         norm = Norm(source, "model.norm", config.hidden, config.eps, ops)
         if config.tied:
             source.alias("lm_head.weight")
-            weight = self.embedding.weight
+            weight, name = self.embedding.weight, None
         else:
+            name = source.prefix + "lm_head.weight"
             weight = source.take("lm_head.weight", (config.vocab, config.hidden), cut=0)
-        self.head = Head(norm, weight, ops, tp)
+        self.head = Head(norm, weight, ops, tp, name=name)
 
     @property
     def features(self):
@@ -41,7 +42,7 @@ class Decoder:
 
     def rows(self, tp):
         """What the cache keeps for a position on this rank."""
-        return Rows(self.config.layers, 2, self.config.kv_heads // tp.size, self.config.head_dim)
+        return Rows(self.config.layers, 2, tp.share(self.config.kv_heads), self.config.head_dim)
 
     def _layer(self, source, number, cos_sin, ops, tp):
         at = source.prefixed(f"model.layers.{number}.")

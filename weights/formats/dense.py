@@ -77,13 +77,17 @@ class Dense:
             down=source.stack([[(n.down + ".weight", tall)] for n in each], cut=1),
         )
 
-    def declare_woven(self, source: Source, experts: int, hidden: int, intermediate: int) -> BiasedExperts:
-        """Experts stored together with their biases, transposed, gate and up in turn (gpt-oss)."""
+    def declare_woven(
+        self, source: Source, experts: int, hidden: int, intermediate: int, *, dealt: bool = False
+    ) -> BiasedExperts:
+        """Experts stored together with their biases, transposed, gate and up in turn (gpt-oss). dealt: whole experts to
+        each rank, else its width of all."""
         e, d, i = experts, hidden, intermediate
-        down_bias = source.take("down_proj_bias", (e, d))
+        down_bias = source.take("down_proj_bias", (e, d), cut=0 if dealt else None)
+        wide, tall = (0, 0) if dealt else (2, 1)
         return BiasedExperts(
-            gate_up=source.woven("gate_up_proj", (e, d, 2 * i), strands=2, transposed=True, cut=2),
-            gate_up_bias=source.woven("gate_up_proj_bias", (e, 2 * i), strands=2, cut=1),
-            down=source.woven("down_proj", (e, i, d), transposed=True, cut=1),
-            down_bias=None if source.rank else down_bias,
+            gate_up=source.woven("gate_up_proj", (e, d, 2 * i), strands=2, transposed=True, cut=wide),
+            gate_up_bias=source.woven("gate_up_proj_bias", (e, 2 * i), strands=2, cut=min(wide, 1)),
+            down=source.woven("down_proj", (e, i, d), transposed=True, cut=tall),
+            down_bias=down_bias if dealt or source.rank == 0 else None,
         )
