@@ -258,3 +258,28 @@ def test_a_text_too_short_to_tell_is_refused(tmp_path, capsys):
 def test_the_list_of_options_is_frozen():
     listed = vars(diagnose.parser().parse_args([]))
     assert sorted(listed) == "capture_layers device draft dtype target text tokens".split()
+
+
+# ------------------------------------------------------------------ on a GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_named_in_bf16(tmp_path, capsys, fault):
+    """The same with the fused table. Mutant: a reading whose passes run over another's cache rows."""
+    said, right = FAULTS[fault]
+    head = altered(tmp_path, lambda config, _: config["eagle_config"].update(said))
+    assert diagnose.main(["--draft", head, "--device", "cuda", "--tokens", "1400"]) == 3
+    (best,) = [line[2:] for line in capsys.readouterr().out.splitlines() if line.startswith("* ")]
+    assert best.startswith(right) and best.endswith("2, 4, 6")
+
+
+@pytest.mark.gpu
+def test_measured_before_anything_is_captured(tmp_path):
+    """Graphs hold the boundaries and the recycling that were measured, not those that were guessed."""
+    prompt, sampling = "def quicksort(items):", Sampling(max_new_tokens=60)
+    runs = []
+    for head in (str(DEMO / "draft"), altered(tmp_path, ambiguous)):
+        engine = Engine.load(str(DEMO / "target"), head, device="cuda", max_batch=1, graphs="required")
+        runs.append(engine.generate(prompt, sampling))
+    assert (engine.parts.capture.source, engine.target.boundaries) == ("measured", HELD)
+    assert runs[0].token_ids == runs[1].token_ids
+    assert runs[0].stats["emitted_per_cycle"] == runs[1].stats["emitted_per_cycle"]
