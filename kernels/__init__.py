@@ -13,6 +13,7 @@ from . import (
     experts,
     experts_fp8,
     experts_int4,
+    experts_mxfp4,
     head,
     linear,
     mla,
@@ -46,6 +47,7 @@ class Ops:
     experts: Callable
     experts_int4: Callable
     experts_fp8: Callable
+    experts_mxfp4: Callable
     moe: Callable
     mlp: Callable
     head: Callable
@@ -75,6 +77,7 @@ REFERENCE = Ops(
     experts=experts.reference,
     experts_int4=experts_int4.reference,
     experts_fp8=experts_fp8.reference,
+    experts_mxfp4=experts_mxfp4.reference,
     moe=moe.reference,
     mlp=mlp.reference,
     head=head.reference,
@@ -104,6 +107,7 @@ FUSED = Ops(
     experts=experts.fused,
     experts_int4=experts_int4.fused,
     experts_fp8=experts_fp8.fused,
+    experts_mxfp4=experts_mxfp4.fused,
     moe=moe.fused,
     mlp=mlp.fused,
     head=head.fused,

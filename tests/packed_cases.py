@@ -7,7 +7,7 @@ import torch
 from twin_cases import CASES as PLAIN
 from twin_cases import Make
 
-from weights.formats import fp8, int4
+from weights.formats import fp8, int4, mxfp4
 
 
 def choices(make, rows, experts, top_k):
@@ -68,4 +68,20 @@ def experts_fp8(dtype, device):
         yield f"{n}x{d}-{e}", (make.floats(n, d), ids, weights, wide, wide_scale, *parts[2], "silu", extra)
 
 
-CASES = PLAIN | {f.__name__: f for f in (experts_int4, experts_fp8)}
+def experts_mxfp4(dtype, device):
+    make = Make(dtype, device)
+    for n, d, e, i, k, residual, last in (
+        (1, 64, 16, 96, 4, True, True),
+        (9, 128, 6, 64, 2, False, True),
+        (21, 96, 10, 32, 6, True, False),
+    ):
+        ids, weights = choices(make, n, e, k)
+        wide, wide_scale = stacked(mxfp4.pack, uneven(make, make.weight(e, 2 * i, d), 1, 32))
+        tall, tall_scale = stacked(mxfp4.pack, uneven(make, make.weight(e, d, i), 1, 32))
+        wide, tall = (words.flatten(-2).view(torch.int32) for words in (wide, tall))
+        biases, extra = (make.floats(e, 2 * i), make.floats(e, d)), make.floats(n, d) if residual else None
+        packed = wide, wide_scale, biases[0], tall, tall_scale, biases[1] if last else None
+        yield f"{n}x{d}-{e}", (make.floats(n, d), ids, weights, *packed, "clamped_swiglu", extra)
+
+
+CASES = PLAIN | {f.__name__: f for f in (experts_int4, experts_fp8, experts_mxfp4)}

@@ -74,13 +74,13 @@ def test_the_named_shapes():
         assert head.draft_vocab == 32000
 
 
-@pytest.mark.parametrize("name, billions", [("glm-4.5", 352.8), ("qwen3-235b-a22b", 235.1), ("gpt-oss-120b", 116.8)])
-def test_the_named_targets_declare_their_parameters(name, billions):
+@pytest.mark.parametrize("name, gigabytes", [("glm-4.5", 705.6), ("qwen3-235b-a22b", 470.2), ("gpt-oss-120b", 65.2)])
+def test_the_named_targets_declare_their_parameters(name, gigabytes):
     """Random weights by name. Mutant: a matrix that the config's sizes count and the model does not hold, or twice."""
     opened = loading.open_target(loading.Options(random=name))
     plan = loading.Plan(opened, None, None, 64, REFERENCE, loading.TP(), torch.bfloat16)
     _, source, _, _ = plan.build("meta")
-    assert round(source.nbytes / 2e9, 1) == billions
+    assert round(source.nbytes / 1e9, 1) == gigabytes
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -112,7 +112,6 @@ BAD = {
         ("architectures", ["GptOssForCausalLMEagle3"]),
         ("model_type", "mixtral"),
         ("swiglu_limit", 6.0),
-        ("quantization_config", {"quant_method": "fp8"}),
         ("swiglu_alpha", 1.0),
         ("attention_bias", "both"),
         ("n_shared_experts", 1),

@@ -1,7 +1,8 @@
 """Weight formats: packings by hand, agreement with the formats' own readers, tiny checkpoints against what they mean,
 and the cut over ranks."""
 
-import re
+import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from packers import FP8, INT4, fp8_tensors, grouped, int4_tensors, quantised, un
 from toys import Noise, V, pair, target_config, target_tensors
 
 from engine import Sampling, Shape
+from engine.sharing import Dealt
 from kernels import REFERENCE, experts, experts_fp8, experts_int4
-from weights import AnyCheckpoint, Refused, Source
+from weights import AnyCheckpoint, Checkpoint, Refused, Source
 from weights.formats import ExpertNames, format_of, fp8, int4
 
 PROMPTS = [[3, 1, 4, 1, 5], [(7 * i + 2) % V for i in range(19)]]
@@ -128,24 +130,35 @@ def test_bfloat16(toys, case):
 NAMES = [ExpertNames(*(f"mlp.experts.{e}.{part}_proj" for part in ("gate", "up", "down"))) for e in range(4)]
 
 
-def shares(toys, pack, config, hidden, width, size):
-    """What each rank of `size` holds of four experts, and their whole matrices."""
+def shares(toys, pack, config, hidden, width, size, way=lambda form: form):
+    """What each rank of `size` holds of four experts, shared out by `way`, and their whole matrices."""
     noise, tensors = Noise(3), {}
     for n in NAMES:
         for name, shape in ((n.gate, (width, hidden)), (n.up, (width, hidden)), (n.down, (hidden, width))):
             tensors[f"{name}.weight"] = noise.matrix(*shape)
     stored, meant = quantised(uneven(tensors), pack, lambda module: True)
-    from weights import Checkpoint
-
     checkpoint = Checkpoint.open(toys.save({"quantization_config": config}, stored))
-    form = format_of(checkpoint.config, checkpoint.where)
-    held = []
+    form, held = format_of(checkpoint.config, checkpoint.where), []
     for rank in range(size):
         source = Source(form.view(checkpoint), "cpu", torch.float32, rank, size)
-        held.append(form.declare(source, NAMES.__getitem__, len(NAMES), hidden, width))
+        held.append(way(form).declare(source, NAMES.__getitem__, len(NAMES), hidden, width))
         source.fill()
     wide = torch.stack([torch.cat([meant[f"{n.gate}.weight"], meant[f"{n.up}.weight"]]) for n in NAMES])
     return held, wide, torch.stack([meant[f"{n.down}.weight"] for n in NAMES])
+
+
+def summed(held, wide, tall):
+    """(sum over ranks, what the whole matrices give) of the same rows and choices."""
+    draw = torch.Generator().manual_seed(1)
+    x, ids = torch.randn(5, 128, generator=draw), torch.rand(5, 4, generator=draw).topk(2, 1).indices
+    weights = torch.rand(5, 2, generator=draw)
+    ops = replace(REFERENCE, route=lambda *_: (x, ids, weights))
+
+    def router(ops, *_):
+        return ops.route()
+
+    total = sum(e.apply(ops, x, None, 0.0, router, "silu", None) for e in held)
+    return total, experts.reference(x, ids, weights, wide, tall, "silu")
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
@@ -161,12 +174,14 @@ def shares(toys, pack, config, hidden, width, size):
 def test_ranks_share_whole_groups(toys, pack, config, width, size):
     """The sum over ranks is what one rank computes from the whole matrices (B36). Mutants: scales not cut, or cut along
     the other dimension; gate and up cut as one matrix."""
-    held, wide, tall = shares(toys, pack, config, 128, width, size)
-    draw = torch.Generator().manual_seed(1)
-    x, ids = torch.randn(5, 128, generator=draw), torch.rand(5, 4, generator=draw).topk(2, 1).indices
-    weights = torch.rand(5, 2, generator=draw)
-    expected = experts.reference(x, ids, weights, wide, tall, "silu")
-    total = sum(e.apply(REFERENCE, x, None, 0.0, lambda *_: (x, ids, weights), "silu", None) for e in held)
+    total, expected = summed(*shares(toys, pack, config, 128, width, size))
+    torch.testing.assert_close(total, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("pack, config", [(int4_tensors, INT4), (fp8_tensors, FP8)], ids=["int4", "fp8"])
+def test_ranks_hold_whole_experts(toys, pack, config):
+    """`--expert-parallel`: any width of whole groups, and nothing of a foreign expert is unexpected."""
+    total, expected = summed(*shares(toys, pack, config, 128, 96, 2, Dealt))
     torch.testing.assert_close(total, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -207,10 +222,8 @@ def test_random_weights(config):
 
 def test_a_random_target_of_packed_experts(tmp_path):
     """`--random FILE` of a config with a quantization_config runs; its memory is the packed bytes."""
-    import json
-
     raw = target_config(layers=2) | {"quantization_config": INT4}
     (tmp_path / "some.json").write_text(json.dumps({"target": raw}))
     engine = pair(None, random=str(tmp_path / "some.json"))
     assert len(engine.generate([3, 9], Sampling(max_new_tokens=5, ignore_eos=True)).token_ids) == 5
-    assert re.search("Int4Experts", type(engine.target.layers[0].mlp.experts).__name__)
+    assert type(engine.target.layers[0].mlp.experts).__name__ == "Int4Experts"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weights.fields import Fields, architecture
-from weights.keys import expert_groups, full_attention, plain_weights, windows
+from weights.keys import expert_groups, full_attention, windows
 from weights.targets import MoeConfig, choices, decoder
 
 
@@ -107,7 +107,6 @@ class GptOssConfig(MoeConfig):
         fields.choice("model_type", ("gpt_oss",))
         fields.unless("a shared expert", n_shared_experts=0)
         fields.unless("another routing", n_group=1, routed_scaling_factor=1.0, scoring_func="softmax")
-        plain_weights(fields)
         fields.choice("swiglu_limit", (7.0,), 7.0)
         fields.choice("swiglu_alpha", (1.702,), 1.702)
         common = decoder(fields, raw, generation, eps=1e-5)

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
+from weights.cut import Cut
 from weights.fields import Fields, Refused
 from weights.formats.dense import Dense, DenseExperts, ExpertNames
 from weights.formats.modules import Modules, converted_match, strings
 from weights.formats.view import Dequantised
-from weights.source import Cut, Source
+from weights.source import Source
 
 BLOCK = 128
 LARGEST = 448.0  # of float8_e4m3fn
@@ -104,6 +105,12 @@ class Fp8Blocks:
         gate_up, down = stack(".weight", lambda size: size, torch.float8_e4m3fn)
         gate_up_scale, down_scale = stack(".weight_scale_inv", blocks, torch.float32)
         return Fp8Experts(gate_up, gate_up_scale, down, down_scale)
+
+    def declare_woven(self, source: Source, experts: int, hidden: int, intermediate: int, *, dealt: bool = False):
+        """Refused: experts that lie together (gpt-oss) come in another form."""
+        raise Refused(
+            f"{source.where}: FP8 blocks are not supported for gpt-oss; supported: quant_method 'mxfp4' or none"
+        )
 
     def shape(self, checkpoint, module: str) -> tuple[int, ...]:
         """Of the matrix. Refused: without its matrix, or with scales of another shape."""

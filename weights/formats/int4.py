@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
+from weights.cut import Cut
 from weights.fields import Fields, Refused, shown
 from weights.formats.dense import Dense, DenseExperts, ExpertNames
 from weights.formats.modules import Modules, compressed_match, strings
 from weights.formats.view import Dequantised
-from weights.source import Cut, Source
+from weights.source import Source
 
 GROUPS = (32, 64, 128)  # sizes of a group that the kernels know
 WORD = 8  # elements in an int32
@@ -122,6 +123,12 @@ class Int4Groups:
             kept = torch.float32
         gate_up_scale, down_scale = stack(".weight_scale", self.group, kept)
         return Int4Experts(gate_up, gate_up_scale, down, down_scale)
+
+    def declare_woven(self, source: Source, experts: int, hidden: int, intermediate: int, *, dealt: bool = False):
+        """Refused: experts that lie together (gpt-oss) come in another form."""
+        raise Refused(
+            f"{source.where}: INT4 groups are not supported for gpt-oss; supported: quant_method 'mxfp4' or none"
+        )
 
     def shape(self, checkpoint, module: str) -> tuple[int, ...]:
         """Of the matrix, as its words and its `weight_shape` say. Refused: where they disagree."""
