@@ -23,6 +23,7 @@ from weights.heads import check_table
 from . import memory, wiring
 from .buffers import MAX_NODES
 from .cache import Cache
+from .links import REDUCTIONS, fastened
 from .plan import DRAFT_TP, Opened, Plan, divided, faster
 from .text import Text
 from .tp import TP, join, own_gpu, ranks_here
@@ -59,6 +60,7 @@ class Options:
     capture_layers: str | None = None
     tp: int = 1  # ranks, one a process (engine.tp.join)
     expert_parallel: bool = False  # whole experts to each rank; else every rank has its width of all
+    reduction: str = "auto"  # over peer memory where that works; library: NCCL whatever else there is
     draft_tp: str = "auto"  # cut, replicated (no collectives in it), auto: the faster one
     check: bool = True  # measure which reading of an ambiguous head is right
     prefix_cache: bool = True  # prompts read the rows of an earlier one that begins alike
@@ -244,6 +246,9 @@ def load(options, progress=None, announce=None):
     dtype, table = dtype_of(options.dtype, device), options.ops or (FUSED if device.type == "cuda" else REFERENCE)
     tp = join(options.tp, device, table.total)
     judged = tp.together(lambda: _judge(options, device, dtype, tp, announce))
+    tp = fastened(tp, device, dtype, _widest(judged.plan), options.reduction, announce)
+    own = tp if judged.plan.draft_tp.size > 1 else judged.plan.draft_tp
+    judged = replace(judged, plan=replace(judged.plan, tp=tp, draft_tp=own))
     if judged.why is None and judged.plan.draft is not None and tp.size > 1:  # auto, and both ways are open
         plan, dry, why = faster(judged.plan, judged.dry, device)
         judged = replace(judged, plan=plan, dry=dry, why=why)
@@ -291,7 +296,14 @@ def load(options, progress=None, announce=None):
     return parts
 
 
+def _widest(plan):
+    """Columns of the widest rows that ranks add up."""
+    return max(plan.target.config.hidden, 0 if plan.draft is None else plan.draft.config.hidden)
+
+
 def _sizes(options):
+    if options.reduction not in REDUCTIONS:
+        raise Refused(f"reduction: {options.reduction!r}; supported: {', '.join(REDUCTIONS)}")
     if options.draft_tp not in DRAFT_TP:
         raise Refused(f"draft_tp: {options.draft_tp!r}; supported: {', '.join(DRAFT_TP)}")
     for name, only in (("expert_parallel", False), ("draft_tp", "auto")):

@@ -242,6 +242,7 @@ class Session:
     def _read(self, report):
         """Hand out one cycle's tokens, request by request."""
         rows = report.rows()
+        self.parts.tp.check()
         if report.stamps is not None:
             self.profile.add(report.stamps.tolist())
         for slot, request in enumerate(report.requests):

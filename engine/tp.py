@@ -152,6 +152,9 @@ class Library:
             residual = torch.nn.functional.pad(residual, (0, 0, 0, share * self.size - rows))[start : start + share]
         return self.gather(self.total(mine.view(self.size, share, -1), residual)).flatten(0, 1)[:rows]
 
+    def check(self):
+        """A library's own errors are raised where they occur."""
+
     def gather(self, x):
         """x of all ranks -> [size, *x.shape]."""
         parts = x.new_empty(self.size * x.shape[0], *x.shape[1:])
@@ -163,7 +166,7 @@ class Library:
 @dataclass(frozen=True)
 class TP:
     """`rank` of `size` processes; TP() is one device and every collective is the identity. links: what carries them
-    (Library, or kernels.peers.Peers, which gives the same bits)."""
+    (Library, or engine.links.Linked, whose bits are the same)."""
 
     rank: int = 0
     size: int = 1
@@ -189,6 +192,11 @@ class TP:
     def all_gather(self, x, dim=-1):
         """Shares of all ranks side by side along `dim`, in rank order."""
         return x if self.size == 1 else torch.cat(self.links.gather(x).unbind(), dim)
+
+    def check(self):
+        """Raises Lost where a sum that has run went without another rank; waits for nothing."""
+        if self.links is not None:
+            self.links.check()
 
     def follow(self, x):
         """Make x what rank 0 has, in place: one rank's decision is what all use."""

@@ -35,22 +35,23 @@ class Unavailable(Exception):
     """Why there are no native kernels here, in one line."""
 
 
-def _structure(name, **fields):
+def structure(name, **fields):
+    """A ctypes struct: p, f, i, z = names of pointers, floats, ints and sizes, in the order of the C struct."""
     kinds = {"p": ctypes.c_void_p, "f": ctypes.c_float, "i": ctypes.c_int, "z": ctypes.c_size_t}
     listed = [(field, kinds[kind]) for kind, names in fields.items() for field in names.split()]
     return type(name, (ctypes.Structure,), {"_fields_": listed})
 
 
 # the structs of csrc/fewrows, field by field
-Projection = _structure("Projection", p="x gamma weight bias residual y", f="eps", i="rows outputs columns")
-Attention = _structure(
+Projection = structure("Projection", p="x gamma weight bias residual y", f="eps", i="rows outputs columns")
+Attention = structure(
     "Attention",
     p="projected q_gain k_gain cos_sin positions index pages prefix tree sinks keys values y",
     f="eps scale",
     i="t heads groups turned columns table page window",
 )
-Vocabulary = _structure("Vocabulary", p="x gamma weight logits keys tops sums", f="eps", i="rows vocabulary columns")
-Experts = _structure(
+Vocabulary = structure("Vocabulary", p="x gamma weight logits keys tops sums", f="eps", i="rows vocabulary columns")
+Experts = structure(
     "Experts",
     p="x gamma router gate_up down logits arrivals hidden residual y next",
     z="next_bytes",
@@ -65,10 +66,11 @@ def sources():
     return next(path for path in (own / "csrc", own.parent / "csrc") if (path / "binding.cu").is_file())
 
 
-def build(folder=None, announce=None):
-    """Compile the library for CAPABILITY, or find it compiled. Raises Unavailable (no nvcc, a compiler's error).
+def build(folder=None, announce=None, binding="binding.cu", capability=CAPABILITY):
+    """Compile a library for one kind of GPU, or find it compiled. Raises Unavailable (no nvcc, a compiler's error).
 
     Args:
+        binding: the file of csrc that makes the library; capability: of the GPU.
         folder: where compiled libraries are kept; default: the user's cache.
         announce: callable(line) or None, told when the compiler has to run.
 
@@ -80,7 +82,8 @@ def build(folder=None, announce=None):
         raise Unavailable("nvcc is not on the PATH")
     here = sources()
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
-    digest = hashlib.sha256(version.encode())
+    arch = "sm_{}{}".format(*capability)
+    digest = hashlib.sha256(f"{version}{binding}{arch}".encode())
     for file in sorted(here.rglob("*.cu*")):
         digest.update(file.read_bytes())
     folder = Path(folder) if folder else Path.home() / ".cache" / "eagle3-engine"
@@ -93,8 +96,8 @@ def build(folder=None, announce=None):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / path.name
-            command = [nvcc, "-std=c++17", "-O3", "-arch=sm_90", "-shared", "-Xcompiler", "-fPIC", "-o", str(made)]
-            done = subprocess.run([*command, str(here / "binding.cu")], capture_output=True, text=True, check=False)
+            command = [nvcc, "-std=c++17", "-O3", f"-arch={arch}", "-shared", "-Xcompiler", "-fPIC", "-o", str(made)]
+            done = subprocess.run([*command, str(here / binding)], capture_output=True, text=True, check=False)
             if done.returncode:
                 error = next((line for line in done.stderr.splitlines() if "error" in line), "no message")
                 raise Unavailable(f"nvcc could not compile csrc: {error}")

@@ -20,7 +20,7 @@ ROOMS = {
     "kernels": (0, "kernels"),
     "weights": (0, "weights"),
     **{f"engine.{m}": (1, "types") for m in ("shape", "tp", "batch", "cache", "buffers", "rules")},
-    **{f"engine.{m}": (1, "types") for m in ("memory", "text", "kimi", "watch")},
+    **{f"engine.{m}": (1, "types") for m in ("memory", "text", "kimi", "watch", "links")},
     "engine.layers": (2, "layers"),
     "engine.targets": (3, "targets"),
     "engine.drafters": (3, "drafters"),

@@ -1,0 +1,252 @@
+// The sum over ranks of rows of bf16, with the residual and the RMS norm that follow it: fp32, in rank order, rounded once,
+// so that all ranks hold the same bits and a row's do not depend on the other rows. kernels/peers.py has the twin.
+//
+// One shot: everybody sends its rows to everybody and adds up all of them. Two shots, for many rows: row i goes to rank
+// i % size alone, which adds it up and sends the sum to everybody. The arithmetic, and so every bit, is the same.
+#pragma once
+
+#include "links.cuh"
+
+namespace eagle3 {
+
+constexpr int kPer = 8;  // columns of a thread: 16 bytes
+constexpr int kWarp = 32;
+constexpr int kMostThreads = 1024;
+
+// x, residual (or null), y: [rows, columns] bf16. normed = y / rms(y) * gamma, where gamma [columns] is given.
+struct Reduction {
+  const __nv_bfloat16 *x, *residual, *gamma;
+  __nv_bfloat16 *y, *normed;
+  float eps;
+  int rows, columns;
+};
+
+__device__ __forceinline__ void unpack(uint4 v, float (&f)[kPer]) {
+  const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    f[2 * i] = __uint_as_float(words[i] << 16);
+    f[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+  }
+}
+__device__ __forceinline__ uint4 rounded(const float (&f)[kPer]) {
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(f[2 * i], f[2 * i + 1]);
+    words[i] = *reinterpret_cast<const uint32_t *>(&pair);
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+__device__ __forceinline__ float across_warp(float v) {
+#pragma unroll
+  for (int apart = kWarp / 2; apart; apart /= 2) v = __fadd_rn(v, __shfl_xor_sync(0xffffffffu, v, apart));
+  return v;
+}
+
+// One row's norm. The sum of squares: a thread's in order, then halving trees over lanes and over warps. All threads call it.
+__device__ __forceinline__ void norm_row(const Reduction &r, uint4 sum, uint4 gains, int row, int column, bool inside) {
+  __shared__ float partial[kWarp];
+  float f[kPer] = {}, squares = 0.f;
+  if (inside) {
+    unpack(sum, f);
+    squares = __fmul_rn(f[0], f[0]);
+#pragma unroll
+    for (int i = 1; i < kPer; i++) squares = __fadd_rn(squares, __fmul_rn(f[i], f[i]));
+  }
+  const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
+  squares = across_warp(squares);
+  __syncthreads();  // the row before may still be read
+  if (lane == 0) partial[threadIdx.x / kWarp] = squares;
+  __syncthreads();
+  const float total = across_warp(lane < warps ? partial[lane] : 0.f);
+  const float scale = __fdiv_rn(1.f, __fsqrt_rn(__fadd_rn(__fdiv_rn(total, static_cast<float>(r.columns)), r.eps)));
+  if (!inside) return;
+  float gain[kPer];
+  unpack(gains, gain);
+#pragma unroll
+  for (int i = 0; i < kPer; i++) f[i] = __fmul_rn(__fmul_rn(f[i], scale), gain[i]);
+  *reinterpret_cast<uint4 *>(r.normed + static_cast<size_t>(row) * r.columns + column) = rounded(f);
+}
+
+__device__ __forceinline__ uint4 load16(const __nv_bfloat16 *p) { return __ldcg(reinterpret_cast<const uint4 *>(p)); }
+
+// This thread's columns of a row summed over ranks: `own` of this rank, the others' from their places `at` of the inbox,
+// last the residual where there is one.
+template <int kRanks>
+__device__ __forceinline__ uint4 add_up(const Links &l, const Places &places, Wait &wait, uint32_t number, uint4 own, int at,
+                                        int column, uint4 residual, bool more) {
+  uint4 v[kRanks];
+  bool all;
+  int missing = 0;
+  do {
+    all = true;
+#pragma unroll
+    for (int rank = 0; rank < kRanks; rank++) {
+      if (rank == l.rank) {
+        v[rank] = own;
+      } else if (!arrived(l.inbox[l.rank] + places.part(number, rank, at) + column / 2, v[rank], number)) {
+        all = false;
+        missing = rank;
+      }
+    }
+  } while (!all && wait.again(missing));
+  float total[kPer], part[kPer];
+  unpack(v[0], total);
+#pragma unroll
+  for (int rank = 1; rank < kRanks; rank++) {
+    unpack(v[rank], part);
+#pragma unroll
+    for (int i = 0; i < kPer; i++) total[i] = __fadd_rn(total[i], part[i]);
+  }
+  if (more) {
+    unpack(residual, part);
+#pragma unroll
+    for (int i = 0; i < kPer; i++) total[i] = __fadd_rn(total[i], part[i]);
+  }
+  return rounded(total);
+}
+
+// A block takes rows blockIdx.x, + gridDim.x, …; it sends all it has to before it waits for anything, and all blocks are
+// resident at once: nothing waits for what waits for it.
+template <int kRanks, bool kTwoShots>
+__global__ void __launch_bounds__(kMostThreads) reduce_rows(const __grid_constant__ Links l, const __grid_constant__ Reduction r) {
+  after_predecessor();
+  const uint32_t number = load_state(l.state);
+  const Places places(l);
+  const int column = threadIdx.x * kPer;
+  const bool inside = column < r.columns;
+  const auto owner = [](int row) { return row % kRanks; };
+  const bool more = r.residual != nullptr;
+  const uint4 none = make_uint4(0, 0, 0, 0);
+  Wait wait(l);
+
+  for (int row = blockIdx.x; row < r.rows && inside; row += gridDim.x) {
+    const uint4 own = load16(r.x + static_cast<size_t>(row) * r.columns + column);
+    if (kTwoShots) {
+      if (owner(row) == l.rank) continue;
+      send(l.inbox[owner(row)] + places.part(number, l.rank, row / kRanks) + column / 2, own, number);
+    } else {
+#pragma unroll
+      for (int away = 1; away < kRanks; away++) {
+        const int peer = (l.rank + away) % kRanks;
+        send(l.inbox[peer] + places.part(number, l.rank, row) + column / 2, own, number);
+      }
+    }
+  }
+  if (kTwoShots) {
+    for (int row = blockIdx.x; row < r.rows && inside; row += gridDim.x) {
+      if (owner(row) != l.rank) continue;
+      const size_t at = static_cast<size_t>(row) * r.columns + column;
+      const uint4 own = load16(r.x + at), residual = more ? load16(r.residual + at) : none;
+      const uint4 sum = add_up<kRanks>(l, places, wait, number, own, row / kRanks, column, residual, more);
+#pragma unroll
+      for (int away = 1; away < kRanks; away++) {
+        const int peer = (l.rank + away) % kRanks;
+        send(l.inbox[peer] + places.whole(number, kRanks, row) + column / 2, sum, number);
+      }
+      *reinterpret_cast<uint4 *>(r.y + at) = sum;
+    }
+  }
+  uint4 gains = none;  // on its way before anything is waited for
+  if (r.gamma != nullptr && inside) gains = __ldg(reinterpret_cast<const uint4 *>(r.gamma + column));
+  for (int row = blockIdx.x; row < r.rows; row += gridDim.x) {
+    const size_t at = static_cast<size_t>(row) * r.columns + column;
+    uint4 sum = none;
+    if (inside) {
+      if (!kTwoShots) {
+        const uint4 own = load16(r.x + at), residual = more ? load16(r.residual + at) : none;
+        sum = add_up<kRanks>(l, places, wait, number, own, row, column, residual, more);
+        *reinterpret_cast<uint4 *>(r.y + at) = sum;
+      } else if (owner(row) == l.rank) {
+        sum = load16(r.y + at);  // this thread wrote it
+      } else {
+        const uint64_t *from = l.inbox[l.rank] + places.whole(number, kRanks, row) + column / 2;
+        while (!arrived(from, sum, number) && wait.again(owner(row))) {
+        }
+        *reinterpret_cast<uint4 *>(r.y + at) = sum;
+      }
+    }
+    if (r.gamma != nullptr) norm_row(r, sum, gains, row, column, inside);
+  }
+  finish(l, number);
+}
+
+// Everybody's `words` 4-byte words side by side: y [size, words].
+__global__ void __launch_bounds__(kMostThreads) gather_words(const __grid_constant__ Links l, const uint32_t *x, uint32_t *y, int words) {
+  after_predecessor();
+  const uint32_t number = load_state(l.state);
+  const Places places(l);
+  const int step = gridDim.x * blockDim.x, first = blockIdx.x * blockDim.x + threadIdx.x;
+  Wait wait(l);
+  for (int at = first * 2; at < words; at += step * 2) {
+    const uint64_t mark = static_cast<uint64_t>(number) << 32;
+    const uint32_t a = __ldcg(x + at), b = at + 1 < words ? __ldcg(x + at + 1) : 0;
+    for (int away = 1; away < l.size; away++) {
+      const int peer = (l.rank + away) % l.size;
+      store_words(l.inbox[peer] + places.part(number, l.rank, 0) + at, mark | a, mark | b);
+    }
+    y[static_cast<size_t>(l.rank) * words + at] = a;
+    if (at + 1 < words) y[static_cast<size_t>(l.rank) * words + at + 1] = b;
+  }
+  for (int at = first * 2; at < words; at += step * 2) {
+    for (int away = 1; away < l.size; away++) {
+      const int peer = (l.rank + l.size - away) % l.size;
+      uint64_t a, b;
+      do {
+        load_words(l.inbox[l.rank] + places.part(number, peer, 0) + at, a, b);
+      } while (((a >> 32) != number || (b >> 32) != number) && wait.again(peer));
+      y[static_cast<size_t>(peer) * words + at] = static_cast<uint32_t>(a);
+      if (at + 1 < words) y[static_cast<size_t>(peer) * words + at + 1] = static_cast<uint32_t>(b);
+    }
+  }
+  finish(l, number);
+}
+
+template <class... Parameters, class... Arguments>
+inline cudaError_t start(void (*kernel)(Parameters...), int blocks, int threads, const Links &l, cudaStream_t stream,
+                         Arguments... arguments) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.stream = stream;
+  cudaLaunchAttribute early;
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = l.dependent ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+}
+
+template <int kRanks>
+inline cudaError_t reduce(const Links &l, const Reduction &r, int two_shots, int blocks, cudaStream_t stream) {
+  const int threads = (r.columns / kPer + kWarp - 1) / kWarp * kWarp, grid = r.rows < blocks ? r.rows : blocks;
+  return two_shots ? start(reduce_rows<kRanks, true>, grid, threads, l, stream, l, r)
+                   : start(reduce_rows<kRanks, false>, grid, threads, l, stream, l, r);
+}
+
+// blocks: at most as many as are resident at once, one a multiprocessor. cudaErrorInvalidValue for what does not fit.
+inline cudaError_t reduce(const Links &l, const Reduction &r, int two_shots, int blocks, cudaStream_t stream) {
+  const int most = two_shots ? l.rows * l.size : l.rows;
+  if (r.columns > l.columns || r.columns % kPer || r.columns > kPer * kMostThreads) return cudaErrorInvalidValue;
+  if (r.rows < (two_shots ? l.size : 1) || r.rows > most || (r.gamma == nullptr) != (r.normed == nullptr)) return cudaErrorInvalidValue;
+  switch (l.size) {
+    case 2: return reduce<2>(l, r, two_shots, blocks, stream);
+    case 3: return reduce<3>(l, r, two_shots, blocks, stream);
+    case 4: return reduce<4>(l, r, two_shots, blocks, stream);
+    case 5: return reduce<5>(l, r, two_shots, blocks, stream);
+    case 6: return reduce<6>(l, r, two_shots, blocks, stream);
+    case 7: return reduce<7>(l, r, two_shots, blocks, stream);
+    case 8: return reduce<8>(l, r, two_shots, blocks, stream);
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+inline cudaError_t gather(const Links &l, const uint32_t *x, uint32_t *y, int words, int blocks, cudaStream_t stream) {
+  constexpr int threads = 256;
+  if (words < 1 || words > l.rows * (l.columns / 2) || l.size > kMostRanks) return cudaErrorInvalidValue;
+  const int needed = (words + 2 * threads - 1) / (2 * threads);
+  return start(gather_words, needed < blocks ? needed : blocks, threads, l, stream, l, x, y, words);
+}
+
+}  // namespace eagle3

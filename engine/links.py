@@ -1,0 +1,78 @@
+"""What carries the sums of a tensor-parallel engine, chosen once at start-up: peer memory where all ranks reach each
+other's, the collectives of a library elsewhere. The bits are the same."""
+
+from dataclasses import replace
+
+import torch
+
+from kernels import peers
+
+from .tp import Library, Lost
+
+REDUCTIONS = ("auto", "library")
+PROOF_ROWS = (3, peers.ONE_SHOT + 2)  # of the sums that are compared before peer memory is trusted
+PROOF_PATIENCE = 20.0  # seconds
+
+
+class Linked(Library):
+    """Peer memory for what it takes, else the library."""
+
+    def __init__(self, library, links):
+        vars(self).update(vars(library))
+        self.links = links
+        self.name = (
+            f"one-shot over peer memory, two-shot above {peers.ONE_SHOT} rows; beyond {links.rows} {library.name}"
+        )
+
+    def sum(self, x, residual=None):
+        """Sum over ranks of x [N, D], + residual [N, D]."""
+        return self.links.sum(x, residual)[0] if self.links.fits(x) else super().sum(x, residual)
+
+    def gather(self, x):
+        """x of all ranks -> [size, *x.shape]."""
+        return self.links.gather(x) if self.links.gathers(x) else super().gather(x)
+
+    def check(self):
+        """Raises Lost where a sum has given another rank up."""
+        try:
+            self.links.check()
+        except peers.GaveUp as error:
+            raise Lost(str(error)) from None
+
+
+def fastened(tp, device, dtype, columns, reduction, announce=None):
+    """`tp` with the fastest links there are, for rows of up to `columns` elements; all ranks call it and get the same.
+
+    reduction: "auto", or "library" to leave peer memory alone; announce: callable(line) or None, of a compiler's run.
+    """
+    if tp.size == 1 or device.type != "cuda" or reduction == "library":
+        return tp
+    try:
+        if dtype != torch.bfloat16:
+            raise peers.Unavailable(f"it serves bfloat16, this is {dtype}")
+        links = peers.Peers(tp.rank, tp.size, device, columns, tp.every, announce=announce)
+        proved = tp.every(_proof(tp, links, columns, device))
+        if not all(proved):
+            raise peers.Unavailable(f"its sums were wrong on ranks {[r for r, good in enumerate(proved) if not good]}")
+    except peers.Unavailable as reason:
+        tp.links.name += f" (no peer memory: {reason})"
+        return tp
+    links.wait(peers.PATIENCE)
+    return replace(tp, links=Linked(tp.links, links))
+
+
+def _proof(tp, links, columns, device):
+    """Whether sums over peer memory are those of the library."""
+    links.wait(PROOF_PATIENCE)
+    for rows in PROOF_ROWS:
+        draws = torch.Generator(device).manual_seed(tp.rank)
+        x, residual = torch.randn(2, rows, columns, generator=draws, device=device).bfloat16()
+        y, _ = links.sum(x, residual)
+        torch.cuda.synchronize(device)
+        try:
+            links.check()
+        except peers.GaveUp:
+            return False
+        if not torch.equal(y, tp.links.sum(x, residual)):
+            return False
+    return True

@@ -1,0 +1,188 @@
+"""Sums over ranks through peer memory: two processes that share one GPU, to the bit against the reference."""
+
+import ctypes
+import datetime
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from engine import spawn
+from kernels import norm, peers
+
+ROOT = Path(__file__).parents[1]
+B16 = torch.bfloat16
+REPLAYS = 10_000
+
+
+def parts_of(ranks, rows, columns, device, seed):
+    """What all ranks hold, a residual and a gain."""
+    draws = torch.Generator(device).manual_seed(seed)
+    parts = torch.randn(ranks, rows, columns, generator=draws, device=device).to(B16)
+    residual = torch.randn(rows, columns, generator=draws, device=device).to(B16)
+    return parts, residual, 1 + 0.1 * torch.randn(columns, generator=draws, device=device).to(B16)
+
+
+@pytest.mark.parametrize("columns", [64, 80, 2048, 7168, 8192])
+def test_the_reference_is_a_norm(columns):
+    """Of the rounded sum, as kernels.norm has it, to a bf16 step; a row alone has the bits that it has among others.
+    Mutant: the norm of the sum before it is rounded."""
+    parts, residual, gamma = parts_of(3, 5, columns, "cpu", columns)
+    y, normed = peers.reference(parts, residual, gamma, 1e-6)
+    torch.testing.assert_close(normed, norm.reference(y, gamma, 1e-6), rtol=2**-7, atol=0)
+    for row in range(5):
+        alone = peers.reference(parts[:, row : row + 1], residual[row : row + 1], gamma, 1e-6)
+        assert torch.equal(alone[0][0], y[row]) and torch.equal(alone[1][0], normed[row])
+
+
+def test_the_structs_are_those_of_csrc():
+    """Field by field, in order. Mutant: a field added on one side."""
+    source = (ROOT / "csrc" / "allreduce").glob("*.cuh")
+    text = "\n".join(path.read_text() for path in source)
+    for struct in (peers.Links, peers.Reduction):
+        body = text[text.index(f"struct {struct.__name__} {{") :]
+        lines = [line.split("//")[0].strip() for line in body[: body.index("};")].splitlines()[1:]]
+        declared = [name.strip(" *") for line in lines if line for name in line.rstrip(";").split(" ", 1)[1].split(",")]
+        declared = [name.split()[-1].strip("*") for name in declared]
+        names = [name for name, _ in struct._fields_]
+        if struct is peers.Links:
+            assert declared[0] == "inbox[kMostRanks]" and names[:8] == [f"inbox{rank}" for rank in range(8)]
+            declared, names = declared[1:], names[8:]
+        assert declared == names, struct
+    assert ctypes.sizeof(peers.Links) == 8 * 8 + 2 * 8 + 8 + 5 * 4 + 4
+
+
+def linked(columns, rows=peers.ROWS):
+    """This rank's Peers; both ranks have the one GPU."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=2))
+    torch.cuda.set_device(0)
+
+    def exchange(value):
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+
+    links = peers.Peers(dist.get_rank(), dist.get_world_size(), torch.device("cuda", 0), columns, exchange, rows=rows)
+    links.wait(20)
+    return links, exchange
+
+
+def every_row_count(columns, counts):
+    """Fused sum, residual and norm of so many rows each, one shot and two; small gathers; wrong ones by name."""
+    links, exchange = linked(columns)
+    wrong = []
+    for rows in counts:
+        parts, residual, gamma = parts_of(2, rows, columns, "cuda", rows)
+        for plain in (False, True):
+            extra = (None, None) if plain else (residual, gamma)
+            want = peers.reference(parts, *extra, 1e-6)
+            for two_shots in (False, True)[rows > peers.ONE_SHOT : 1 + (rows >= 2)]:
+                got = links.sum(parts[links.rank], *extra, 1e-6, two_shots=two_shots)
+                torch.cuda.synchronize()
+                links.check()
+                if not all(a is b is None or torch.equal(a, b) for a, b in zip(got, want, strict=True)):
+                    wrong.append((rows, plain, two_shots))
+        ids = torch.arange(rows * 3, device="cuda").view(rows, 3) * 2 + links.rank
+        if not torch.equal(links.gather(ids), torch.stack([ids - links.rank, ids - links.rank + 1])):
+            wrong.append((rows, "gather"))
+    exchange(None)
+    links.close()
+    return wrong
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("columns", [2048, 7168, 8192])
+def test_sums_are_right(columns):
+    """Bitwise the reference for 1 to 64 rows, and beyond in two shots. Mutants: ranks added in the order of arrival,
+    the residual added by each rank, a row's words taken before they have come, halves of the inbox mixed up."""
+    counts = [*range(1, 65), 65, 130, 512] if columns == 2048 else [1, 2, 3, 4, 16, 63, 64, 65, 511]
+    assert spawn(every_row_count, 2, columns, counts) == [[], []]
+
+
+def replayed(replays):
+    """Two dependent sums a replay, of one and two shots, in one graph, after a delay of this rank's own -> how many of
+    their elements were ever wrong."""
+    columns, rows = 2048, 4
+    links, exchange = linked(columns)
+    parts, residual, gamma = parts_of(2, rows, columns, "cuda", 1)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def step():
+        first, normed = links.sum(parts[links.rank], residual, gamma, 1e-6)
+        second, _ = links.sum(normed, first, two_shots=True)
+        want, want_normed = peers.reference(parts, residual, gamma, 1e-6)
+        want_second, _ = peers.reference(torch.stack([want_normed] * 2), want)
+        for got, due in ((first, want), (normed, want_normed), (second, want_second)):
+            wrong.add_((got != due).sum())
+        parts.copy_(torch.roll(parts, 1, 2) * 1.001)  # other numbers next time: yesterday's words would show
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    delays = torch.randint(0, 40_000, (replays,), generator=torch.Generator().manual_seed(links.rank)).tolist()
+    for delay in delays:
+        torch.cuda._sleep(delay)
+        graph.replay()
+    torch.cuda.synchronize()
+    links.check()
+    exchange(None)
+    links.close()
+    return int(wrong), bool(torch.isfinite(parts.float()).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+def test_replays_with_delays():
+    """10,000 replays of a graph, ranks some ten microseconds apart: nothing hangs, nothing is wrong. Mutants: one half
+    of the inbox for all calls; a call's number fixed at capture."""
+    assert spawn(replayed, 2, REPLAYS) == [(0, True)] * 2
+
+
+def abandoned():
+    """Rank 1 does not come to the second sum -> what rank 0 is told, and after how long it is."""
+    links, exchange = linked(2048)
+    x = torch.ones(2, 2048, dtype=B16, device="cuda")
+    links.sum(x)
+    torch.cuda.synchronize()
+    links.wait(0.5)
+    told = None
+    if links.rank == 0:
+        for _ in range(3):  # once given up, later calls wait no more
+            links.sum(x)
+        torch.cuda.synchronize()
+        try:
+            links.check()
+        except peers.GaveUp as error:
+            told = str(error)
+    exchange(None)
+    links.close()
+    return told
+
+
+@pytest.mark.gpu
+def test_a_wait_is_bounded():
+    """Mutants: a kernel spins for ever; the host is not told."""
+    assert spawn(abandoned, 2) == ["waited 0.5 s for rank 1", None]
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_compute_sanitizer(tool):
+    """No access out of bounds and no race in shared memory, on both ranks."""
+    assert shutil.which("compute-sanitizer"), "compute-sanitizer is not on the PATH; it comes with CUDA"
+    command = ["compute-sanitizer", "--tool", tool, "--target-processes", "all", "--error-exitcode", "9"]
+    command += [sys.executable, str(ROOT / "tests" / "sanitized_peers.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
