@@ -1,0 +1,87 @@
+"""Latent attention on a GPU: law 1 to the bit in a whole engine, fused operations against other code, high pages."""
+
+import pytest
+import torch
+from latent_toys import KIMI, V2_LITE, DeepSeek, deepseek
+from oracles import Replay
+from test_gpu import SHAPES, decoded, lossless, prompts_of
+from test_heads_latent import HEADS, LatentReference
+from test_heads_layouts import LAYERS, features_of, follows
+from toys import V, pair
+
+from engine import Engine, Sampling, Shape
+from engine.shape import PLAIN
+
+pytestmark = pytest.mark.gpu
+SIZES = dict(max_context=1024, max_batch=4, page_size=16, prefill_chunk=128)
+MODELS = {
+    "kimi-k2.5": dict(random="kimi-k2.5", draft="random:kimi-k2.5-eagle3-mla"),  # 64 heads, experts in INT4
+    "deepseek-v3": dict(random="deepseek-v3", draft="random:deepseek-v3-eagle3"),  # 128 heads, groups, FP8
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def served(request):
+    """Whole-width layers of a published model, and its plain ids and logits."""
+    layers = 4 if request.param == "deepseek-v3" else 3
+    engine = Engine.load(layers=layers, capture_layers=f"boundary:1,2,{layers}", **SIZES, **MODELS[request.param])
+    ids, logits, _ = decoded(engine, prompts_of(engine), PLAIN)
+    return engine, (ids, logits)
+
+
+@pytest.mark.parametrize("shape", [PLAIN, *SHAPES], ids=str)
+def test_its_own_head_is_lossless_to_the_bit(served, shape):
+    """Kills any row arithmetic that depends on the rows beside it."""
+    engine, plain = served
+    lossless(engine, prompts_of(engine), shape, plain)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_scattered_paths_are_lossless_to_the_bit(served, shape):
+    """The standing test of law 1. Kills keys of path nodes in node order, commits that move part of a latent row."""
+    engine, (ids, logits) = served
+    texts = [prompt + out for prompt, out in zip(prompts_of(engine), ids, strict=True)]
+    real, engine.drafter = engine.drafter, Replay(texts, engine.target.head.vocabulary, 0.7, batch=4, device="cuda")
+    for every in SHAPES:
+        engine.drafter.prepare(every)
+    accepted = lossless(engine, prompts_of(engine), shape, (ids, logits))
+    engine.drafter = real
+    assert shape.steps < 4 or accepted > 2.5
+
+
+@pytest.mark.parametrize("name, changes", [("V3", {}), ("Kimi", KIMI), ("V2-Lite", V2_LITE)])
+def test_fused_operations_give_the_ids_of_transformers(toys, name, changes):
+    """fp32, a prompt across chunks, chain and tree. Kills a fused operation that is wrong for odd sizes."""
+    path, prompt = deepseek(toys, **changes), [(7 * i) % V for i in range(40)]
+    engine = pair(path, toys.random_draft(layers=3), device="cuda", dtype="float32")
+    sampling = Sampling(max_new_tokens=60, ignore_eos=True)
+    text = engine.generate(prompt, sampling, shape=PLAIN).token_ids
+    logits = DeepSeek(toys, path)(prompt + text[:-1])[0][len(prompt) - 1 :]
+    best = logits.topk(2).values
+    sure = best[:, 0] - best[:, 1] > 1e-3
+    assert (logits.argmax(-1) == torch.tensor(text))[sure].all()
+    for shape in (Shape(3, 1, 4), Shape(4, 4, 16)):
+        assert engine.generate(prompt, sampling, shape=shape).token_ids == text
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_latent_head_on_cuda(toys, name):
+    """The numbers of the plain reference from the fused operations."""
+    path = deepseek(toys, layers=LAYERS)
+    model = features_of(DeepSeek(toys, path))
+    cuda = dict(device="cuda", dtype="float32", graphs="off")
+    follows(toys, model, HEADS[name], target=path, plain=LatentReference, **cuda)
+
+
+def test_high_pages_read_the_same(toys):
+    """B49: rows past 2^31 elements of a layer's plane. Kills slot times row in 32 bits."""
+    path = deepseek(toys, layers=2)
+    sizes = dict(draft="none", max_context=256, page_size=16, max_batch=1, device="cuda", dtype="float32")
+    low, high = (Engine.load(path, pages=pages, **sizes) for pages in (None, 2**31 // 48 // 16 + 64))
+    high.pool._free.reverse()
+    prompt, sampling = [(7 * i) % V for i in range(40)], Sampling(max_new_tokens=40, ignore_eos=True)
+    for shape in (PLAIN, Shape(4, 4, 16)):
+        assert (
+            high.generate(prompt, sampling, shape=shape).token_ids
+            == low.generate(prompt, sampling, shape=shape).token_ids
+        )
