@@ -8,6 +8,7 @@ from oracles import Replay
 from test_targets import build, run
 from toys import Noise, V, disturb, one_line, pair
 
+import kernels
 from engine import Sampling, Shape
 from engine.batch import Batch
 from engine.layers.rope import sharpness
@@ -191,3 +192,18 @@ def test_lossless(served, shape):
     lengths = {n for r in results for n in r.stats["emitted_per_cycle"]}
     assert lengths == set(range(1, shape.path + 1))
     engine.drafter = real
+
+
+@pytest.mark.interpreter
+def test_fused_operations_in_a_whole_engine(toys):
+    """Triton's interpreter: a prompt in wide tiles, then plain decoding and an oracle's tree: the reference's ids.
+    Kills rows of a pass taken to be adjacent, a tree's rows written where a chain's belong."""
+    path, prompt, texts = deepseek(toys, layers=2), [(7 * i) % V for i in range(20)], []
+    sampling = Sampling(max_new_tokens=4, ignore_eos=True)
+    for options in ({}, {"ops": kernels.FUSED, "prompt_ops": kernels.PREFILL}):
+        engine = pair(path, max_context=64, **options)
+        texts.append(engine.generate(prompt, sampling, shape=Shape(0, 1, 1)).token_ids)
+    engine.drafter = Replay([prompt + texts[0] + [0] * 8], V, 0.8)
+    disturb(engine, float("nan"))
+    texts.append(engine.generate(prompt, sampling, shape=Shape(3, 3, 9)).token_ids)
+    assert texts[0] == texts[1] == texts[2]
