@@ -223,7 +223,7 @@ def _judge(options, device, dtype, tp, announce):
     own = TP() if options.draft_tp == "replicated" else tp
     ops, prompt_ops, kernels = operations(options, device, dtype, announce)
     length = max_context + options.reserve
-    plan = Plan(target, draft, capture, length, ops, tp, own, dtype, options.expert_parallel)
+    plan = Plan(target, draft, capture, length, ops, tp, dtype, own, options.expert_parallel)
     plan, dry, why = divided(plan, options.draft_tp)
     for source in (dry[1], dry[3]):
         if source is not None:

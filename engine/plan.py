@@ -42,9 +42,9 @@ class Plan:
     length: int  # positions of the rotary tables
     ops: Ops
     tp: TP
-    draft_tp: TP
     dtype: torch.dtype
-    expert_parallel: bool
+    draft_tp: TP = TP()
+    expert_parallel: bool = False
 
     def alone(self):
         """The same on one device."""
