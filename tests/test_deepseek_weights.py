@@ -7,11 +7,15 @@ import torch
 from latent_toys import KIMI, V2_LITE, DeepSeek, deepseek, deepseek_config, deepseek_tensors, nested
 from packers import FP8, INT4, fp8_tensors, int4_tensors, quantised, uneven
 from test_deepseek import agrees
+from test_heads_latent import HEADS
+from test_tp import record
+from test_tp import same as ranks_are_one
 from toys import Noise
 
-from engine import loading
+from engine import spawn
 from engine.batch import Batch
 from engine.cache import Cache
+from engine.targets import TARGETS
 from engine.tp import TP
 from kernels import REFERENCE
 from weights import Checkpoint, Refused, Source
@@ -58,7 +62,7 @@ def built(path, tp):
     config = DeepseekConfig.read(checkpoint.config, path)
     source = Source(checkpoint, torch.device("cpu"), torch.float32, tp.rank, tp.size)
     form = format_of(checkpoint.config, path)
-    target = loading.TARGETS[config.architecture](config, source, (), 64, form, REFERENCE, tp)
+    target = TARGETS[config.architecture](config, source, (), 64, form, REFERENCE, tp)
     source.fill()
     return target, source.nbytes
 
@@ -91,3 +95,17 @@ def test_a_size_that_cuts_a_head_is_refused(toys):
     """Four heads over three ranks. Mutant: rows cut where they divide (4 heads of 18 rows over 3)."""
     with pytest.raises(Refused, match=r"q_b_proj.weight.*4 equal parts.*work: 1, 2, 4"):
         built(deepseek(toys, vocab_size=64), Share(0, 8))
+
+
+def test_ranks_are_one(toys):
+    """Two processes, a latent head cut and then whole on each, experts cut and then dealt out: ids, accept lengths and
+    proposals of one device, logits and features within 1e-4 and to the bit on both. Mutant: a sum over ranks of what
+    every rank holds."""
+    path, head = deepseek(toys, layers=8), HEADS["EAGLE-3.1"].save(toys)[0]
+    cases = [
+        (path, head, {"draft_tp": "cut"}),
+        (deepseek(toys, layers=8, **V2_LITE), head, {"draft_tp": "replicated", "expert_parallel": True}),
+    ]
+    ranks = spawn(record, 2, 2, cases)
+    for number, (want, *_) in enumerate(record(1, cases)):
+        ranks_are_one(want, [rank[number][0] for rank in ranks])

@@ -195,7 +195,7 @@ def test_what_does_not_fit_in_memory_is_refused_before_it_is_read(tmp_path, monk
     path, read = checkpoint(tmp_path, VARIANTS["llama"]), []
     monkeypatch.setattr("weights.checkpoint.Checkpoint.read_into", lambda *args: read.append(args))
     weights = sum(t.nbytes for t in _tensors(path))
-    monkeypatch.setattr(memory, "free_bytes", lambda device: weights * 2)
+    monkeypatch.setattr(memory, "free_bytes", lambda device, ranks: weights * 2)
     with pytest.raises(Refused, match=r"memory: needs \S+ GB \(weights \S+, cache \S+\), has \S+ GB") as error:
         pair(path, max_context=1024, max_batch=8)
     assert "\n" not in str(error.value) and read == []

@@ -2,23 +2,21 @@
 request's seed, index and positions alone (B19, B20, B22, B23, B42)."""
 
 import math
+import os
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
-import torch.distributed as dist
 from test_cycle import NoHost
-from test_tp import free_port
 from torch._subclasses.fake_tensor import FakeTensorMode
 from toys import NEXT, V, follow, pair
 
-from engine import Refused, Sampling, Shape, loading
+from engine import Refused, Sampling, Shape, loading, spawn
 from engine.buffers import State, Tree
 from engine.cache import Cache
 from engine.cycle import Cycle
 from engine.rules import Filtered, Greedy, Sampled, rule_of
-from engine.tp import TP
 from kernels import FUSED, REFERENCE, philox, sampling
 from weights.capture import boundaries
 
@@ -340,30 +338,24 @@ def test_the_same_seed_gives_the_same_ids(history, shape):
     assert ids_of(history, prompts, [Sampling(**WARM, seed=12)] * 4, shape)[0] != want[0]
 
 
-def record(paths):
-    engine = pair(*paths)
+def record(paths, ranks=1):
+    engine = pair(*paths, tp=ranks)
     each = [Sampling(**WARM, seed=s, top_k=k) for s, k in ((1, 0), (2, 9), (3, 0))]
     return [ids_of(engine, [PROMPT, [1, 2], [3]], each, shape) for shape in SHAPES]
 
 
-def worker(rank, port, paths, folder):
+def worker(paths):
     torch.set_num_threads(1)
-    torch.manual_seed(rank + 100)
-    alone = record(paths)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    loading.TP = lambda: TP(rank, 2)
-    torch.save((alone, record(paths)), f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    torch.manual_seed(os.getpid())
+    return record(paths), record(paths, 2)
 
 
-def test_other_processes_and_ranks_draw_the_same(toys, tmp_path):
+def test_other_processes_and_ranks_draw_the_same(toys):
     """Another process, alone and as one of two ranks (fp32). Mutants: Python's hash of the seed; a draw over a rank's
     own share of the vocabulary; each rank for itself."""
     paths = toys.history(), toys.random_draft()
     want = record(paths)
-    torch.multiprocessing.spawn(worker, (free_port(), paths, str(tmp_path)), nprocs=2)
-    for rank in range(2):
-        assert torch.load(tmp_path / f"{rank}.pt") == (want, want)
+    assert spawn(worker, 2, paths) == [(want, want)] * 2
 
 
 # ------------------------------------------------------------------ what sampling must not cost or break
