@@ -5,6 +5,7 @@ import pytest
 import torch
 from families import VARIANTS, checkpoint
 from oracles import Forced, FreshHead, Replay, Transformers
+from test_heads_layouts import LAYERS, LAYOUTS, features_of, follows
 from test_targets import agrees
 from toys import V, disturb, pair
 
@@ -64,3 +65,22 @@ def test_speculation_keeps_the_text(toys, family, shape):
             head = FreshHead(draft, text, model.features(text, engine.target.boundaries))
             for round in engine.drafter.rounds[: len(result.cycles)]:
                 head.check(round, slot)
+
+
+@pytest.fixture(scope="module", params=["mixtral", "glm", "gpt-oss"])
+def deep(request, tmp_path_factory):
+    """A family with as many layers as the published layouts' ids need: its directory, its oracle and features."""
+    raw = {**VARIANTS[request.param], "num_hidden_layers": LAYERS, "layer_types": None}
+    path = checkpoint(tmp_path_factory.mktemp("deep"), raw)
+    return path, features_of(Transformers(path))
+
+
+@pytest.mark.parametrize(
+    "layout", ["SafeAILab", "SpecForge", "SpecForge 3.1", "ModelOpt", "one final feature", "speculators"]
+)
+def test_published_heads_on_these_targets(toys, deep, layout):
+    """The layouts in which heads for gpt-oss, GLM and others are published: three features, per-feature norms, a norm
+    before fc with the target's embedding and head lent, the one final feature. Mutants: a boundary read before a shared
+    expert is added, or after the norm; a borrowed head of another target."""
+    path, model = deep
+    assert follows(toys, model, LAYOUTS[layout], target=path).target.boundaries == LAYOUTS[layout].boundaries

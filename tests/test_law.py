@@ -12,6 +12,8 @@ import kernels
 from kernels.routing import Routing
 
 ROWS = 21
+ROW_OPS = ["norm", "linear", "route", "route in groups", "route by logits", "experts", "biased experts", "mlp", "head"]
+ROW_OPS += ["draft_input"]
 
 
 def same(a, b):
@@ -29,7 +31,10 @@ def row_ops(make):
     x = make.floats(ROWS, d)
     w, bias, gate = make.weight(75, d), make.floats(75), make.weight(e, d)
     wide, tall = make.weight(e, 2 * i, d), make.weight(e, d, i)
+    biases = make.floats(e, 2 * i), make.floats(e, d)
     vocabulary, rule = make.weight(v, d), Routing(4, True)
+    corrected, correction = Routing(4, True, "sigmoid", 4, 2, 2, 2.5), make.floats(e, scale=0.1, dtype=torch.float32)
+    chosen, moved = Routing(4, False, "logits"), make.floats(e)
     ids = torch.rand(ROWS, e, generator=make.generator).topk(4, 1).indices.to(make.device)
     weights = torch.rand(ROWS, 4, generator=make.generator).to(make.device)
     scores = make.floats(ROWS, 75)
@@ -42,6 +47,12 @@ def row_ops(make):
         "norm": ((x,), lambda x: (ops.norm(x, gain, 1e-6),)),
         "linear": ((x, scores), lambda x, r: (ops.linear(x, w, bias, r),)),
         "route": ((x,), lambda x: ops.route(x, gain, 1e-6, gate, rule)),
+        "route in groups": ((x,), lambda x: ops.route(x, gain, 1e-6, gate, corrected, None, correction)),
+        "route by logits": ((x,), lambda x: ops.route(x, gain, 1e-6, gate, chosen, moved)),
+        "biased experts": (
+            (x, ids, weights, residual),
+            lambda x, i, w, r: (ops.experts(x, i, w, wide, tall, "clamped_swiglu", r, *biases),),
+        ),
         "experts": (
             (x, ids, weights, residual),
             lambda x, i, w, r: (ops.experts(x, i, w, wide, tall, "silu", r),),
@@ -53,7 +64,7 @@ def row_ops(make):
 
 
 @pytest.mark.parametrize("device, dtype", RUNS)
-@pytest.mark.parametrize("op", ["norm", "linear", "route", "experts", "mlp", "head", "draft_input"])
+@pytest.mark.parametrize("op", ROW_OPS)
 def test_a_row_is_alone(op, device, dtype):
     """Kills: sums whose order follows the number of rows; NaN of one row that reaches its tile."""
     make = Make(dtype, device, 3)
