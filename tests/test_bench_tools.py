@@ -1,12 +1,14 @@
-"""The page of `bench.report`, and what `bench.accept`, `bench.ops` and `bench.peers` say of the demo pair."""
+"""The page of `bench.report`, and what the smaller bench commands say of the demo pair and of packed experts."""
 
 import dataclasses
 import json
 
 import pytest
 import torch
+from packers import FP8
+from toys import target_config
 
-from bench import accept, ops, peers, report, results
+from bench import accept, experts, ops, peers, report, results
 from bench.oracle import random_prompt
 from bench.results import Figure, Workload
 from engine import Engine, Shape
@@ -128,6 +130,26 @@ def test_accept_says_what_it_measured(tmp_path, capsys):
         (["--topk", "9999"], "--topk 9999"),
     ):
         assert accept.main(argv) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_packed_experts_are_timed(tmp_path, capsys):
+    """Mutants: bytes counted unpacked, or of all experts; a share's width taken for the whole."""
+    path, sizes = tmp_path / "run.json", {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 16}
+    (tmp_path / "some.json").write_text(json.dumps({"target": target_config(3, **sizes, quantization_config=FP8)}))
+    given = ["--random", str(tmp_path / "some.json"), "--device", "cpu", "--layers", "2", "--repeats", "2"]
+    assert experts.main([*given, "--tp-slice", "2", "--rows", "1", "8", "--json", str(path)]) == 0
+    run = json.loads(path.read_text())
+    figures = {f["name"]: f for f in run["figures"]}
+    one = figures["experts_fp8.256x128-16.1.reference"]
+    assert one["experts"] == 2 and run["workload"]["tp_slice"] == 2
+    assert f"{(2 * 3 * (256 * 128 + 4 * 2) + 2 * 4 * 256) / 1e6:.4g} MB packed" in one["note"]
+    assert 2 < figures["experts_fp8.256x128-16.8.reference"]["experts"] <= 16
+    for argv, said in (
+        (["--random", "qwen3-30b-a3b"], "plain"),
+        ([*given, "--tp-slice", "4"], "sizes that work: 1, 2"),
+    ):
+        assert experts.main(["--device", "cpu", *argv]) == 2
         assert said in capsys.readouterr().err
 
 

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from packed_cases import CASES
 from test_twins import compare, copies
-from twin_cases import CASES, Make, attend, moe
+from twin_cases import Make, attend, moe
 
 from kernels import FUSED, native
 
@@ -25,6 +26,14 @@ MOE = (
     (24, 2048, 128, 768, 8, True),
     (3, 256, 16, 64, 4, True),
 )
+INT4 = (  # rows, hidden, experts, width, choices
+    (1, 7168, 16, 256, 8),
+    (5, 7168, 24, 2048, 8),
+    (24, 2048, 40, 512, 4),
+    (9, 4096, 16, 768, 2),
+    (64, 512, 384, 1536, 8),
+    (3, 256, 8, 1024, 4),
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +41,7 @@ def table():
     return native.table(FUSED, torch.device("cuda"))
 
 
-@pytest.mark.parametrize("op", ["linear", "mlp", "head", "attend", "moe"])
+@pytest.mark.parametrize("op", ["linear", "mlp", "head", "attend", "moe", "experts_int4"])
 def test_twin_at_small_sizes(table, op):
     for name, arguments in CASES[op](B16, "cuda"):
         compare(table, op, name, arguments, B16)
@@ -61,6 +70,26 @@ class Quick(Make):
         return (torch.randn(*shape, generator=self.own, device="cuda") * scale).to(dtype or self.dtype)
 
 
+def packed(make, n, hidden, experts, width, top_k):
+    """Arguments of experts_int4: random codes, scales that differ tenfold, residual added."""
+    own = {"generator": make.own, "device": "cuda"}
+
+    def matrix(rows, columns):
+        words = torch.randint(-(1 << 31), 1 << 31, (experts, rows, columns // 8), dtype=torch.int32, **own)
+        scale = torch.rand(experts, rows, columns // 32, **own) * 0.9 + 0.1
+        return words, (scale * columns**-0.5 / 3).to(B16)
+
+    ids = torch.rand(64, experts, **own).topk(top_k, 1).indices[:n].contiguous()
+    weights, x = torch.rand(64, top_k, **own)[:n].contiguous(), make.floats(64, hidden)[:n].contiguous()
+    return x, ids, weights, *matrix(2 * width, hidden), *matrix(hidden, width), "silu", x
+
+
+@pytest.mark.parametrize("sizes", INT4, ids=str)
+def test_int4_experts_at_real_sizes(table, sizes):
+    """Kills codes in another order than the rows, scales of a neighbouring group, experts of other rows that count."""
+    compare(table, "experts_int4", str(sizes), packed(Quick(), *sizes), B16)
+
+
 def products(n):
     """(operation, arguments) of every kernel of products at real sizes, the first n rows of the same inputs."""
     make = Quick()
@@ -79,6 +108,7 @@ def products(n):
     x = rows(2048)
     matrices = make.weight(32, 2 * 768, 2048), make.weight(32, 2048, 768)
     rule = next(moe(B16, "cuda", MOE[:1]))[1][4]
+    yield "experts_int4", packed(make, n, 7168, 48, 256, 8)
     yield "moe", (x, make.gain(2048), 1e-6, make.weight(32, 2048), rule, None, None, *matrices, "silu", x)
 
 
