@@ -1,9 +1,9 @@
 // A GQA layer's attention over few rows, after the projection: head norms, RoPE, cache write, attention under the one law
 // (kernels/attention.py), merge.
 //
-// Positions come in tiles of 64, counted from 0; tile s belongs to rank s mod 8 of a cluster, each rank folds its tiles in
-// ascending order, the ranks are merged in ascending order. All of that follows from a query's own position, so neither the
-// rows beside it nor the shape of its tree change a bit. A position below the prefix is that row of the cache; one past it is
+// Positions come in tiles of 64, counted from 0; tile s belongs to rank s mod 8 of a cluster, and the 16 positions from 16 w of
+// a tile to warp w. A warp folds its positions in ascending order; warps, then ranks, are merged in ascending order. All of
+// that follows from a query's own position, so neither the rows beside it nor the shape of its tree change a bit. A position below the prefix is that row of the cache; one past it is
 // the node of the query's own path (or, without bitsets, the row of the pass) at that depth.
 #pragma once
 
@@ -13,7 +13,7 @@
 
 namespace eagle3 {
 
-constexpr int kTile = 64, kRanks = 8, kWarps = 4;
+constexpr int kTile = 64, kRanks = 8, kWarps = 4, kSlice = kTile / kWarps, kVectors = 16; // of a block: rows times heads
 
 struct Attention {
   const bf16 *projected;    // [B * T, (heads + 2 * groups) * Dh]
@@ -40,12 +40,12 @@ struct Plane {
   static constexpr size_t kStage = static_cast<size_t>(kTile) * (kKey + kValue);
   static size_t bytes(int t, int stages) {
     const size_t out = static_cast<size_t>(kTile) * kWidth * 4, stage = stages * kStage * 2;
-    return (stage > out ? stage : out) + static_cast<size_t>(t) * (kKey + kValue) * 2 + static_cast<size_t>(kTile) * kKey * 2;
+    return (stage > out ? stage : out) + static_cast<size_t>(t) * (kKey + kValue) * 2 + static_cast<size_t>(kVectors) * kKey * 2;
   }
 };
 
 // Head vectors that a warp norms and turns at a time: their loads are all in flight before the first is used.
-constexpr int kTogether = 8;
+constexpr int kTogether = 4;
 
 // Cosines then sines of one position, as the lanes need them: columns j * 32 + lane.
 template <int kWidth>
@@ -55,34 +55,29 @@ __device__ __forceinline__ void load_angles(float (&angle)[kWidth / 32], const A
   for (int j = 0; j < kWidth / 32; j++) angle[j] = j * 32 < p.turned ? from[j * 32] : 0.f;
 }
 
-// Norm and RoPE of one head vector in registers: a lane holds columns j * 32 + lane.
-template <int kWidth>
+// Norm and RoPE of one head vector in registers: a lane holds columns j * 32 + lane, of which the first 2 * kHalf * 32 turn.
+template <int kWidth, int kHalf>
 __device__ __forceinline__ void turn(float (&v)[kWidth / 32], const float (&gain)[kWidth / 32], bool normed,
-                                     const float (&angle)[kWidth / 32], int turned, float eps) {
-  constexpr int kMany = kWidth / 32;
+                                     const float (&angle)[kWidth / 32], float eps) {
   if (normed) {
     float sum = 0.f;
 #pragma unroll
-    for (int j = 0; j < kMany; j++) sum = fmaf(v[j], v[j], sum);
+    for (int j = 0; j < kWidth / 32; j++) sum = fmaf(v[j], v[j], sum);
 #pragma unroll
     for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(kAll, sum, o);
-    const float scale = rsqrtf(sum / kWidth + eps);
+    const float scale = rsqrtf(sum * (1.f / kWidth) + eps);
 #pragma unroll
-    for (int j = 0; j < kMany; j++) v[j] = rounded(v[j] * scale * gain[j]);
+    for (int j = 0; j < kWidth / 32; j++) v[j] = rounded(v[j] * scale * gain[j]);
   }
 #pragma unroll
-  for (int half = 1; half <= kMany / 2; half++) { // in steps of 32 columns; registers are indexed by constants
-    if (half * 64 != turned) continue;
-#pragma unroll
-    for (int j = 0; j < half; j++) {
-      const float a = v[j], b = v[j + half];
-      v[j] = rounded(a * angle[j] - b * angle[j + half]);
-      v[j + half] = rounded(b * angle[j] + a * angle[j + half]);
-    }
+  for (int j = 0; j < kHalf; j++) {
+    const float a = v[j], b = v[j + kHalf];
+    v[j] = rounded(a * angle[j] - b * angle[j + kHalf]);
+    v[j + kHalf] = rounded(b * angle[j] + a * angle[j + kHalf]);
   }
 }
 
-// A warp's 16 query vectors (rows of the pass times heads of the group) and what they have seen so far.
+// The block's 16 query vectors (rows of the pass times heads of the group) and what this warp's positions gave them.
 template <int kWidth>
 struct Fold {
   uint4 q[kWidth / 32][2];
@@ -102,15 +97,15 @@ struct Fold {
     norm[0] = norm[1] = 0.f;
   }
 
-  // One tile of 64 positions: key(i), value(i) are where position first + i lies in shared memory. Half h of the vectors
-  // (rows g and g + 8) sees positions in (after[h], upto[h]].
+  // The warp's 16 positions of a tile, from `first`: key(i), value(i) are where position first + i lies in shared memory. Half
+  // h of the vectors (rows g and g + 8) sees positions in (after[h], upto[h]].
   template <class Key, class Value>
-  __device__ __forceinline__ void tile(Key key, Value value, int first, const int (&after)[2], const int (&upto)[2], float scale) {
+  __device__ __forceinline__ void slice(Key key, Value value, int first, const int (&after)[2], const int (&upto)[2], float scale) {
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    float4 s[8];
+    float4 s[2];
     float most[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-    for (int n = 0; n < 8; n++) {
+    for (int n = 0; n < 2; n++) {
       const bf16 *k = key(n * 8 + g) + t * 8;
       s[n] = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
@@ -133,9 +128,9 @@ struct Fold {
       keep[h] = exp2f(top[h] - base[h]);
       top[h] = now;
     }
-    uint32_t weight[8][2];
+    uint32_t weight[2][2];
 #pragma unroll
-    for (int n = 0; n < 8; n++) {
+    for (int n = 0; n < 2; n++) {
       const float a = exp2f(s[n].x - base[0]), b = exp2f(s[n].y - base[0]);
       const float c = exp2f(s[n].z - base[1]), d = exp2f(s[n].w - base[1]);
       sum[0] += a + b;
@@ -149,36 +144,34 @@ struct Fold {
       sum[h] += __shfl_xor_sync(kAll, sum[h], 2);
       norm[h] = fmaf(norm[h], keep[h], sum[h]);
     }
+    const uint32_t v = static_cast<uint32_t>(__cvta_generic_to_shared(value((lane >> 3 & 1) * 8 + (lane & 7)) + (lane >> 4) * 8));
 #pragma unroll
-    for (int i = 0; i < kWidth / 8; i++)
-      out[i].x *= keep[0], out[i].y *= keep[0], out[i].z *= keep[1], out[i].w *= keep[1];
+    for (int i = 0; i < kWidth / 16; i++) {
+      uint32_t r[4];
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                   : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                   : "r"(v + i * 32)
+                   : "memory");
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-      const bf16 *v = value(k * 16 + (lane >> 3 & 1) * 8 + (lane & 7)) + (lane >> 4) * 8;
-#pragma unroll
-      for (int i = 0; i < kWidth / 16; i++) {
-        uint32_t r[4];
-        const uint32_t from = static_cast<uint32_t>(__cvta_generic_to_shared(v + i * 16));
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                     : "r"(from)
-                     : "memory");
-        mma(out[2 * i], weight[2 * k][0], weight[2 * k][1], weight[2 * k + 1][0], weight[2 * k + 1][1], r[0], r[1]);
-        mma(out[2 * i + 1], weight[2 * k][0], weight[2 * k][1], weight[2 * k + 1][0], weight[2 * k + 1][1], r[2], r[3]);
+      for (int j = 0; j < 2; j++) {
+        float4 &o = out[2 * i + j];
+        o.x *= keep[0], o.y *= keep[0], o.z *= keep[1], o.w *= keep[1];
+        mma(o, weight[0][0], weight[0][1], weight[1][0], weight[1][1], r[2 * j], r[2 * j + 1]);
       }
     }
   }
 };
 
-// Cluster (x / 8 = group of heads, y = tile of rows, z = sequence). kShare heads a group; a warp has 16 / kShare rows.
-template <int kWidth, int kShare, int kStages>
+// Cluster (x / 8 = group of heads, y = tile of 16 / kShare rows, z = sequence). kShare heads a group; kHalf: see turn.
+template <int kWidth, int kShare, int kHalf>
 __global__ void __launch_bounds__(kWarps * 32) attend(Attention p) {
   using P = Plane<kWidth>;
-  constexpr int kOwn = 16 / kShare, kBlock = kWarps * kOwn, kMany = kWidth / 32;
+  constexpr int kStages = 2, kBlock = kVectors / kShare, kMany = kWidth / 32;
   extern __shared__ uint4 attention_memory[];
   __shared__ float top_of[kTile], norm_of[kTile];
   __shared__ uint8_t path[kBlock][kTile]; // node at each depth
   __shared__ int last_of[kBlock];
+  __shared__ int64_t slot_of[kTile]; // of the cache, for each node; -1: not written
   __shared__ uint8_t broken[kTile]; // nodes whose key or value is not finite
   bf16 *stage = reinterpret_cast<bf16 *>(attention_memory);
   float *result = reinterpret_cast<float *>(attention_memory); // over the stages, when they have been read
@@ -201,9 +194,11 @@ __global__ void __launch_bounds__(kWarps * 32) attend(Attention p) {
     if (s * kTile < end) {
       bf16 *k = stage + place * P::kStage, *v = k + kTile * P::kKey;
       const int count = min(kTile, prefix - s * kTile);
+#pragma unroll 1
       for (int i = threadIdx.x; i < count * (kWidth / 8); i += kWarps * 32) {
-        const int r = i / (kWidth / 8), c = i % (kWidth / 8) * 8, row = s * kTile + r;
-        const int64_t slot = static_cast<int64_t>(pages[row / p.page]) * p.page + row % p.page;
+        const int r = i / (kWidth / 8), c = i % (kWidth / 8) * 8;
+        const unsigned row = s * kTile + r, page = row / static_cast<unsigned>(p.page);
+        const int64_t slot = static_cast<int64_t>(pages[page]) * p.page + (row - page * p.page);
         const size_t from = (static_cast<size_t>(slot) * p.groups + group) * kWidth + c;
         copy_async(k + r * P::kKey + c, p.keys + from, true);
         copy_async(v + r * P::kValue + c, p.values + from, true);
@@ -212,9 +207,16 @@ __global__ void __launch_bounds__(kWarps * 32) attend(Attention p) {
     commit_copies();
   };
   // committed rows are older than the kernel before this one, which only projects
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < kStages; i++) fetch(start + i * kRanks, i);
-  for (int i = threadIdx.x; i < kTile; i += kWarps * 32) broken[i] = 0;
+  const bool writes = rank == 0 && blockIdx.y == 0;
+  if (threadIdx.x < kTile) {
+    broken[threadIdx.x] = 0;
+    const int64_t row = static_cast<int>(threadIdx.x) < p.t ? load_long(p.index + line0 + threadIdx.x) : -1;
+    const bool written = writes && row >= 0 && row < static_cast<int64_t>(p.columns) * p.page;
+    const unsigned at = written ? static_cast<unsigned>(row) : 0, page = at / static_cast<unsigned>(p.page);
+    slot_of[threadIdx.x] = written ? static_cast<int64_t>(pages[page]) * p.page + (at - page * p.page) : -1;
+  }
   for (int r = warp; r < rows; r += kWarps) {
     const uint64_t bits = p.tree ? static_cast<uint64_t>(load_long(p.tree + line0 + first_row + r)) : (2ull << (first_row + r)) - 1ull;
     const uint64_t below = (1ull << lane) - 1ull;
@@ -224,47 +226,28 @@ __global__ void __launch_bounds__(kWarps * 32) attend(Attention p) {
   }
   const int lanes = (p.heads + 2 * p.groups) * kWidth;
   // does this block fold a tile that reaches past the prefix? The first of them is the tile of the prefix itself
-  const bool writes = rank == 0 && blockIdx.y == 0;
   bool own_nodes = writes;
   for (int s = prefix / kTile; s * kTile < end; s++) own_nodes |= s % kRanks == rank;
   // a warp's jobs: keys of the pass's nodes (where they are needed), then queries
   const int node_jobs = own_nodes ? p.t : 0, jobs = node_jobs + rows * kShare;
   auto line_of = [&](int job) { return job < node_jobs ? line0 + job : line0 + first_row + (job - node_jobs) / kShare; };
-  float q_gain[kMany], k_gain[kMany], angle[kTogether][kMany];
+  float q_gain[kMany], k_gain[kMany];
 #pragma unroll
   for (int j = 0; j < kMany; j++) {
     q_gain[j] = p.q_gain ? __bfloat162float(p.q_gain[j * 32 + lane]) : 1.f;
     k_gain[j] = p.k_gain ? __bfloat162float(p.k_gain[j * 32 + lane]) : 1.f;
   }
-  auto angles = [&](int first_job) {
+  __syncthreads(); // slots and paths are there
+#pragma unroll 1
+  for (int first_job = warp; first_job - warp < jobs; first_job += kTogether * kWarps) {
+    float v[kTogether][kMany], angle[kTogether][kMany];
 #pragma unroll
-    for (int i = 0; i < kTogether; i++)
+    for (int i = 0; i < kTogether; i++) // positions are older than the kernel before this one
       if (first_job + i * kWarps < jobs) load_angles<kWidth>(angle[i], p, line_of(first_job + i * kWarps));
-  };
-  angles(warp); // positions are older than the kernel before this one
-  __syncthreads();
-  wait_for_predecessor();
-  launch_dependents();
-  auto written_slot = [&](int node) { // of the cache, or -1
-    const int64_t row = load_long(p.index + line0 + node);
-    if (!writes || row < 0 || row >= static_cast<int64_t>(p.columns) * p.page) return static_cast<int64_t>(-1);
-    return static_cast<int64_t>(pages[row / p.page]) * p.page + row % p.page;
-  };
-  if (own_nodes) { // values as they are, 16 bytes a thread
-    for (int i = threadIdx.x; i < p.t * (kWidth / 8); i += kWarps * 32) {
-      const int node = i / (kWidth / 8), c = i % (kWidth / 8) * 8;
-      uint4 v = load_rows(p.projected + (line0 + node) * lanes + (p.heads + p.groups + group) * kWidth + c);
-      const int64_t slot = written_slot(node);
-      if (slot >= 0) *reinterpret_cast<uint4 *>(p.values + (static_cast<size_t>(slot) * p.groups + group) * kWidth + c) = v;
-      uint32_t *word = reinterpret_cast<uint32_t *>(&v);
-#pragma unroll
-      for (int j = 0; j < 4; j++)
-        if (!(fabsf(low(word[j])) < INFINITY) || !(fabsf(high(word[j])) < INFINITY)) word[j] = 0, broken[node] = 1;
-      *reinterpret_cast<uint4 *>(node_values + static_cast<size_t>(node) * P::kValue + c) = v;
+    if (first_job == warp) {
+      wait_for_predecessor();
+      launch_dependents();
     }
-  }
-  for (int first_job = warp; first_job < jobs; first_job += kTogether * kWarps) {
-    float v[kTogether][kMany];
 #pragma unroll
     for (int i = 0; i < kTogether; i++) {
       const int job = first_job + i * kWarps;
@@ -278,66 +261,73 @@ __global__ void __launch_bounds__(kWarps * 32) attend(Attention p) {
     for (int i = 0; i < kTogether; i++) {
       const int job = first_job + i * kWarps;
       if (job >= jobs) continue;
-      if (job >= node_jobs) {
-        turn<kWidth>(v[i], q_gain, p.q_gain != nullptr, angle[i], p.turned, p.eps);
-        bf16 *to = queries + static_cast<size_t>(job - node_jobs) * P::kKey + lane;
+      const bool key = job < node_jobs;
+      float gain[kMany];
 #pragma unroll
-        for (int j = 0; j < kMany; j++) to[j * 32] = __float2bfloat16(v[i][j]);
-        continue;
-      }
-      turn<kWidth>(v[i], k_gain, p.k_gain != nullptr, angle[i], p.turned, p.eps);
-      const int64_t slot = written_slot(job);
-      bf16 *to = node_keys + static_cast<size_t>(job) * P::kKey + lane;
+      for (int j = 0; j < kMany; j++) gain[j] = key ? k_gain[j] : q_gain[j];
+      turn<kWidth, kHalf>(v[i], gain, (key ? p.k_gain : p.q_gain) != nullptr, angle[i], p.eps);
+      const int64_t slot = key ? slot_of[job] : -1;
+      bf16 *to = (key ? node_keys + static_cast<size_t>(job) * P::kKey : queries + static_cast<size_t>(job - node_jobs) * P::kKey) + lane;
+      bf16 *row = p.keys + (static_cast<size_t>(slot) * p.groups + group) * kWidth + lane;
 #pragma unroll
       for (int j = 0; j < kMany; j++) {
-        const bool finite = fabsf(v[i][j]) < INFINITY;
-        if (slot >= 0) p.keys[(static_cast<size_t>(slot) * p.groups + group) * kWidth + j * 32 + lane] = __float2bfloat16(v[i][j]);
-        to[j * 32] = __float2bfloat16(finite ? v[i][j] : 0.f); // 0 * NaN is NaN: rows that do not see it must not get it
-        if (!finite) broken[job] = 1;
+        if (slot >= 0) row[j * 32] = __float2bfloat16(v[i][j]);
+        if (key && !(fabsf(v[i][j]) < INFINITY)) v[i][j] = 0.f, broken[job] = 1; // 0 * NaN is NaN: only who sees it may get it
+        to[j * 32] = __float2bfloat16(v[i][j]);
       }
     }
-    angles(first_job + kTogether * kWarps);
+  }
+  if (own_nodes) { // values as they are, 16 bytes a thread
+#pragma unroll 1
+    for (int i = threadIdx.x; i < p.t * (kWidth / 8); i += kWarps * 32) {
+      const int node = i / (kWidth / 8), c = i % (kWidth / 8) * 8;
+      uint4 v = load_rows(p.projected + (line0 + node) * lanes + (p.heads + p.groups + group) * kWidth + c);
+      const int64_t slot = slot_of[node];
+      if (slot >= 0) *reinterpret_cast<uint4 *>(p.values + (static_cast<size_t>(slot) * p.groups + group) * kWidth + c) = v;
+      uint32_t *word = reinterpret_cast<uint32_t *>(&v);
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        if (!(fabsf(low(word[j])) < INFINITY) || !(fabsf(high(word[j])) < INFINITY)) word[j] = 0, broken[node] = 1;
+      *reinterpret_cast<uint4 *>(node_values + static_cast<size_t>(node) * P::kValue + c) = v;
+    }
   }
   __syncthreads();
-  const int own_row = warp * kOwn, own_rows = min(kOwn, rows - own_row);
   Fold<kWidth> fold;
-  fold.begin(queries + static_cast<size_t>(warp) * 16 * P::kKey);
+  fold.begin(queries);
   int upto[2], after[2], row_of[2];
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     row_of[h] = ((lane >> 2) + 8 * h) / kShare;
-    upto[h] = row_of[h] < own_rows ? last_of[own_row + row_of[h]] : -1;
+    upto[h] = row_of[h] < rows ? last_of[row_of[h]] : -1;
     after[h] = p.window ? upto[h] - p.window : -1;
   }
   int place = 0;
+#pragma unroll 1
   for (int s = start; s * kTile < end; s += kRanks) {
     wait_copies<kStages - 1>();
     __syncthreads();
-    const int first = s * kTile;
-    const bf16 *k = stage + place * P::kStage, *v = k + kTile * P::kKey;
-    if (own_rows > 0) {
-      if (first + kTile <= prefix) {
-        fold.tile([&](int i) { return k + i * P::kKey; }, [&](int i) { return v + i * P::kValue; }, first, after, upto, p.scale);
-      } else {
-        for (int r = 0; r < own_rows; r++) {
-          const int last = last_of[own_row + r];
-          if (first > last) continue;
-          const uint8_t *nodes = path[own_row + r];
-          int sees[2];
+    const int first = s * kTile + warp * kSlice;
+    const bf16 *k = stage + place * P::kStage + warp * kSlice * P::kKey, *v = stage + place * P::kStage + kTile * P::kKey + warp * kSlice * P::kValue;
+    const bool gathered = first + kSlice > prefix; // then each row by itself: paths differ
+#pragma unroll 1
+    for (int r = 0; r < (gathered ? rows : 1); r++) {
+      const int last = last_of[r];
+      if (gathered && first > last) continue;
+      const uint8_t *nodes = path[r];
+      int sees[2];
 #pragma unroll
-          for (int h = 0; h < 2; h++) sees[h] = row_of[h] == r ? upto[h] : -1;
-          auto node = [&](int i) { return static_cast<int>(nodes[min(first + i, last) - prefix]); };
-          fold.tile([&](int i) { return first + i < prefix ? k + i * P::kKey : node_keys + node(i) * P::kKey; },
-                    [&](int i) { return first + i < prefix ? v + i * P::kValue : node_values + node(i) * P::kValue; }, first,
-                    after, sees, p.scale);
-          bool lost = false; // a query that sees a broken node is lost, and only such a query
-          for (int d = lane; d <= last - prefix; d += 32) lost |= broken[nodes[d]] != 0;
-          if (__any_sync(kAll, lost)) {
+      for (int h = 0; h < 2; h++) sees[h] = !gathered || row_of[h] == r ? upto[h] : -1;
+      auto node = [&](int i) { return static_cast<int>(nodes[min(first + i, last) - prefix]); };
+      fold.slice([&](int i) { return first + i < prefix ? k + i * P::kKey : node_keys + node(i) * P::kKey; },
+                 [&](int i) { return first + i < prefix ? v + i * P::kValue : node_values + node(i) * P::kValue; }, first, after,
+                 sees, p.scale);
+      bool lost = false; // a query that sees a broken node is lost, and only such a query
+      if (gathered)
+        for (int d = lane; d <= last - prefix; d += 32) lost |= broken[nodes[d]] != 0;
+      if (__any_sync(kAll, lost)) {
 #pragma unroll
-            for (int h = 0; h < 2; h++)
-              if (row_of[h] == r) fold.norm[h] = NAN;
-          }
-        }
+        for (int h = 0; h < 2; h++)
+          if (row_of[h] == r) fold.norm[h] = NAN;
       }
     }
     __syncthreads();
@@ -352,61 +342,63 @@ __global__ void __launch_bounds__(kWarps * 32) attend(Attention p) {
     for (int i = 0; i < kWidth / 8; i++)
 #pragma unroll
       for (int h = 0; h < 2; h++)
-        *reinterpret_cast<float2 *>(result + (warp * 16 + g + 8 * h) * kWidth + i * 8 + 2 * t) =
+        *reinterpret_cast<float2 *>(result + (warp * kVectors + g + 8 * h) * kWidth + i * 8 + 2 * t) =
             h ? make_float2(fold.out[i].z, fold.out[i].w) : make_float2(fold.out[i].x, fold.out[i].y);
     if (t == 0) {
 #pragma unroll
-      for (int h = 0; h < 2; h++) top_of[warp * 16 + g + 8 * h] = fold.top[h], norm_of[warp * 16 + g + 8 * h] = fold.norm[h];
+      for (int h = 0; h < 2; h++) top_of[warp * kVectors + g + 8 * h] = fold.top[h], norm_of[warp * kVectors + g + 8 * h] = fold.norm[h];
     }
   }
   cluster.sync();
-  for (int i = warp * kRanks + rank; i < rows * kShare; i += kWarps * kRanks) {
-    const int head = group * kShare + i % kShare, row = i / kShare;
-    float tops[kRanks], high = -INFINITY, sum = 0.f, y[kMany];
+  // thread: one column of a vector; lane c: what is needed of partial c = rank * 4 + warp
+  constexpr int kSide = kWarps * 32 / kWidth; // vectors at a time
+  const int column = threadIdx.x % kWidth;
+#pragma unroll 1
+  for (int i = rank * kSide + threadIdx.x / kWidth; i - threadIdx.x / kWidth < rows * kShare; i += kRanks * kSide) {
+    const int head = group * kShare + i % kShare, row = i / kShare, own = min(i, kVectors - 1);
+    const float top = *cluster.map_shared_rank(top_of + (lane % kWarps) * kVectors + own, lane / kWarps);
+    const float norm = *cluster.map_shared_rank(norm_of + (lane % kWarps) * kVectors + own, lane / kWarps);
+    const float sink = p.sinks && i < rows * kShare ? __bfloat162float(p.sinks[head]) * 1.4426950408889634f : -INFINITY;
+    float high = fmaxf(top, sink);
 #pragma unroll
-    for (int c = 0; c < kRanks; c++) {
-      tops[c] = *cluster.map_shared_rank(top_of + i, c);
-      high = fmaxf(high, tops[c]);
-    }
-    const float sink = p.sinks ? __bfloat162float(p.sinks[head]) * 1.4426950408889634f : -INFINITY;
-    high = fmaxf(high, sink);
+    for (int o = 16; o; o >>= 1) high = fmaxf(high, __shfl_xor_sync(kAll, high, o));
     high = high == -INFINITY ? 0.f : high;
+    const float share = exp2f(top - high), part = share * norm;
+    float sum = exp2f(sink - high), y = 0.f;
 #pragma unroll
-    for (int j = 0; j < kMany; j++) y[j] = 0.f;
-#pragma unroll
-    for (int c = 0; c < kRanks; c++) {
-      const float share = exp2f(tops[c] - high);
-      sum = fmaf(share, *cluster.map_shared_rank(norm_of + i, c), sum);
-      const float *part = cluster.map_shared_rank(result, c) + i * kWidth + lane;
-#pragma unroll
-      for (int j = 0; j < kMany; j++) y[j] = fmaf(share, part[j * 32], y[j]);
+    for (int c = 0; c < kRanks * kWarps; c++) {
+      const float *from = cluster.map_shared_rank(result + own * kWidth + column, c / kWarps);
+      sum += __shfl_sync(kAll, part, c);
+      y = fmaf(__shfl_sync(kAll, share, c), from[c % kWarps * kVectors * kWidth], y);
     }
-    sum += exp2f(sink - high);
-#pragma unroll
-    for (int j = 0; j < kMany; j++)
-      p.y[((line0 + first_row + row) * p.heads + head) * kWidth + j * 32 + lane] = __float2bfloat16(y[j] / sum);
+    if (i < rows * kShare) p.y[((line0 + first_row + row) * p.heads + head) * kWidth + column] = __float2bfloat16(y / sum);
   }
   cluster.sync();
 }
 
-template <int kWidth, int kShare>
+template <int kWidth, int kShare, int kHalf>
 inline cudaError_t launch_attend(const Attention &p, int batch, cudaStream_t stream) {
-  constexpr int kStages = 2;
-  const dim3 grid(kRanks * p.groups, (p.t + kWarps * (16 / kShare) - 1) / (kWarps * (16 / kShare)), batch);
-  return launch(attend<kWidth, kShare, kStages>, grid, kWarps * 32, Plane<kWidth>::bytes(p.t, kStages), stream, kRanks, p);
+  const dim3 grid(kRanks * p.groups, (p.t + kVectors / kShare - 1) / (kVectors / kShare), batch);
+  return launch(attend<kWidth, kShare, kHalf>, grid, kWarps * 32, Plane<kWidth>::bytes(p.t, 2), stream, kRanks, p);
+}
+
+template <int kWidth, int kHalf>
+inline cudaError_t attend_heads(const Attention &p, int batch, cudaStream_t stream) {
+  switch (p.heads / p.groups) {
+  case 1: return launch_attend<kWidth, 1, kHalf>(p, batch, stream);
+  case 2: return launch_attend<kWidth, 2, kHalf>(p, batch, stream);
+  case 4: return launch_attend<kWidth, 4, kHalf>(p, batch, stream);
+  case 8: return launch_attend<kWidth, 8, kHalf>(p, batch, stream);
+  default: return cudaErrorInvalidValue;
+  }
 }
 
 inline cudaError_t attention(const Attention &p, int width, int batch, cudaStream_t stream) {
-  if (p.t > kTile || p.turned % 64 || p.turned > width) return cudaErrorInvalidValue;
-  switch (width * 100 + p.heads / p.groups) {
-  case 6401: return launch_attend<64, 1>(p, batch, stream);
-  case 6402: return launch_attend<64, 2>(p, batch, stream);
-  case 6404: return launch_attend<64, 4>(p, batch, stream);
-  case 6408: return launch_attend<64, 8>(p, batch, stream);
-  case 12801: return launch_attend<128, 1>(p, batch, stream);
-  case 12802: return launch_attend<128, 2>(p, batch, stream);
-  case 12804: return launch_attend<128, 4>(p, batch, stream);
-  case 12808: return launch_attend<128, 8>(p, batch, stream);
+  if (p.t > kTile) return cudaErrorInvalidValue;
+  switch (width * 1000 + p.turned) {
+  case 64064: return attend_heads<64, 1>(p, batch, stream);
+  case 128064: return attend_heads<128, 1>(p, batch, stream);
+  case 128128: return attend_heads<128, 2>(p, batch, stream);
   default: return cudaErrorInvalidValue;
   }
 }

@@ -76,7 +76,11 @@ __device__ __forceinline__ uint32_t pack(float a, float b) {
   return *reinterpret_cast<const uint32_t *>(&v);
 }
 __device__ __forceinline__ float rounded(float v) { return __bfloat162float(__float2bfloat16(v)); }
-__device__ __forceinline__ float silu(float v) { return v / (1.f + __expf(-v)); }
+__device__ __forceinline__ float silu(float v) { return __fdividef(v, 1.f + __expf(-v)); }
+// Where a block's even share of `count` begins; 64-bit divisions are long code. count * blocks stays below 2^32.
+__device__ __forceinline__ int share_begin(int count, unsigned block) {
+  return static_cast<int>(static_cast<unsigned>(count) * block / gridDim.x);
+}
 
 // c[16, 8] += a[16, 16] b[16, 8]. Lane (g, t) = (lane / 4, lane % 4) holds c at (g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1).
 __device__ __forceinline__ void mma(float4 &c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
@@ -91,21 +95,71 @@ __device__ __forceinline__ void mma_piece(float4 &c, const uint4 &top, const uin
 }
 __device__ __forceinline__ float4 add(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 
-// Units of a ring are 16 KB of weights and five are in flight: enough to keep memory busy, little enough that a kernel and the
-// next one fit on a multiprocessor together, so that the next one's first weights are on their way before it may start.
-constexpr int kUnitsInFlight = 5;
-__host__ __device__ constexpr int pieces_of_unit(int threads, int pieces) {
-  return pieces < 512 / threads ? pieces : 512 / threads > 1 ? 512 / threads : 1;
-}
+// Bytes of weights that a block keeps in flight: enough to keep memory busy, little enough that a kernel and the next one fit
+// on a multiprocessor together, so that the next one's first weights are on their way before it may start.
+#ifndef UNITS
+#define UNITS 5
+#endif
+constexpr int kUnitBytes = 16 * 1024, kUnitsInFlight = UNITS;
 
-// Each thread's own ring of `kUnits` units of `kLoads` 16-byte loads: shared memory used as more registers. Nobody else
-// reads a thread's slots, so waiting for its own copies is all the synchronisation there is.
-template <int kUnits, int kLoads>
-struct Ring {
-  uint4 *own;
-  int threads;
-  __device__ __forceinline__ Ring(void *shared) : own(static_cast<uint4 *>(shared) + threadIdx.x), threads(blockDim.x) {}
-  __device__ __forceinline__ uint4 *slot(int unit, int load) { return own + (unit % kUnits * kLoads + load) * threads; }
+// A block's stream of weight tiles, 16 rows each. Every thread has a ring of its own in shared memory, used as more registers:
+// nobody else reads its slots, so waiting for its own copies is all the synchronisation there is.
+//
+// Code is kept small on purpose: weights that stream through L2 leave no room for instructions, and a kernel that is much
+// larger than this pays for its own code in every layer.
+//
+// Aim: function (tile, const bf16 *&top, const bf16 *&bottom, bool &has_top, bool &has_bottom) that points at the thread's
+// columns of rows g and g + 8 of a tile.
+template <int kThreads, int kPieces, class Aim>
+struct Stream {
+  static constexpr int kFit = kUnitBytes / (kThreads * 32), kQ = kFit < 1 ? 1 : kFit < kPieces ? kFit : kPieces;
+  static constexpr int kParts = kPieces / kQ, kUnits = kUnitsInFlight;
+  static constexpr size_t kBytes = static_cast<size_t>(kUnits) * kQ * 32 * kThreads;
+  static_assert(kPieces % kQ == 0, "units are whole pieces");
+  uint4 *slot, *const begin_slot;
+  const Aim &aim;
+  const int tiles;
+  int tile = 0; // whose parts are fetched next
+  const bf16 *top = nullptr, *bottom = nullptr;
+  bool has_top = false, has_bottom = false;
+
+  __device__ __forceinline__ Stream(void *shared, const Aim &aim, int tiles)
+      : slot(static_cast<uint4 *>(shared) + threadIdx.x), begin_slot(slot), aim(aim), tiles(tiles) {
+    if (tiles > 0) aim(0, top, bottom, has_top, has_bottom);
+#pragma unroll
+    for (int u = 0; u < kUnits; u++) {
+      fetch(u % kParts);
+      advance();
+    }
+  }
+  __device__ __forceinline__ void advance() {
+    slot += 2 * kQ * kThreads;
+    if (slot == begin_slot + kUnits * 2 * kQ * kThreads) slot = begin_slot;
+  }
+  __device__ __forceinline__ void fetch(int part) {
+    if (tile < tiles) {
+#pragma unroll
+      for (int i = 0; i < kQ; i++) {
+        copy_async(slot + 2 * i * kThreads, top + (part * kQ + i) * kPiece, has_top);
+        copy_async(slot + (2 * i + 1) * kThreads, bottom + (part * kQ + i) * kPiece, has_bottom);
+      }
+    }
+    commit_copies();
+    if (part == kParts - 1 && ++tile < tiles) aim(tile, top, bottom, has_top, has_bottom);
+  }
+  // The next tile times the rows in `b`: this warp's share of the columns.
+  __device__ __forceinline__ float4 multiply(const uint4 (&b)[kPieces]) {
+    float4 c = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int part = 0; part < kParts; part++) {
+      wait_copies<kUnits - 1>();
+#pragma unroll
+      for (int i = 0; i < kQ; i++) mma_piece(c, slot[2 * i * kThreads], slot[(2 * i + 1) * kThreads], b[part * kQ + i]);
+      fetch((part + kUnits) % kParts);
+      advance();
+    }
+    return c;
+  }
 };
 
 // Reads columns of row `row` of a group (8 consecutive ones a piece and lane) into B operands; rows past the last are zeros.
@@ -115,18 +169,25 @@ __device__ __forceinline__ void load_group(uint4 (&b)[kPieces], const bf16 *x, b
   for (int i = 0; i < kPieces; i++) b[i] = live ? load_rows(x + i * kPiece) : make_uint4(0, 0, 0, 0);
 }
 
+// Sum of products of two rows' columns, in four chains: one alone would wait for itself.
+template <int kPieces>
+__device__ __forceinline__ float product_of(const uint4 (&a)[kPieces], const uint4 (&b)[kPieces]) {
+  float sum[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+  for (int i = 0; i < kPieces; i++) {
+    const uint32_t *x = reinterpret_cast<const uint32_t *>(&a[i]), *y = reinterpret_cast<const uint32_t *>(&b[i]);
+#pragma unroll
+    for (int j = 0; j < 4; j++) sum[j] = fmaf(high(x[j]), high(y[j]), fmaf(low(x[j]), low(y[j]), sum[j]));
+  }
+  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
 // RMS norm of the block's row group in place: one rounding, sums in one order. gamma: [K] in shared memory, at the
 // thread's first column; partial: [kWarps][kRows] scratch. All threads of the block call it.
 template <int kWarps, int kPieces>
 __device__ __forceinline__ void norm_group(uint4 (&b)[kPieces], const bf16 *gamma, float *partial, int columns, float eps) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  float sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < kPieces; i++) {
-    const uint32_t *q = reinterpret_cast<const uint32_t *>(&b[i]);
-#pragma unroll
-    for (int j = 0; j < 4; j++) sum = fmaf(high(q[j]), high(q[j]), fmaf(low(q[j]), low(q[j]), sum));
-  }
+  float sum = product_of(b, b);
   sum += __shfl_xor_sync(kAll, sum, 1);
   sum += __shfl_xor_sync(kAll, sum, 2);
   if ((lane & 3) == 0) partial[warp * kRows + (lane >> 2)] = sum;
@@ -145,13 +206,22 @@ __device__ __forceinline__ void norm_group(uint4 (&b)[kPieces], const bf16 *gamm
   }
 }
 
-// Sum of the warps' partial tiles in ascending order; `red`: [warps][32] of this tile.
-template <int kWarps>
-__device__ __forceinline__ float4 sum_warps(const float4 *red) {
-  const int lane = threadIdx.x & 31;
-  float4 total = red[lane];
+// The warps' partial tiles, [4][kThreads] floats: every warp writes its own, then the first 128 threads each sum one output of
+// one row over the warps in ascending order. Threads share the work evenly, since all of them wait for the slowest.
+template <int kThreads>
+__device__ __forceinline__ void store_partial(float *red, const float4 &c) {
+  red[threadIdx.x] = c.x;
+  red[kThreads + threadIdx.x] = c.y;
+  red[2 * kThreads + threadIdx.x] = c.z;
+  red[3 * kThreads + threadIdx.x] = c.w;
+}
+// Sum for component `which` of lane `lane`: 0, 1 are (row g of the weights, rows 2t, 2t + 1), 2 and 3 the same of row g + 8.
+template <int kThreads>
+__device__ __forceinline__ float sum_partials(const float *red, int which, int lane) {
+  const float *from = red + which * kThreads + lane;
+  float total = from[0];
 #pragma unroll
-  for (int w = 1; w < kWarps; w++) total = add(total, red[w * 32 + lane]);
+  for (int w = 1; w < kThreads / 32; w++) total += from[w * 32];
   return total;
 }
 

@@ -5,11 +5,12 @@
 #pragma once
 
 #include "common.cuh"
+#include "project.cuh"
 
 namespace eagle3 {
 
 constexpr int kExperts = 512; // at most
-constexpr int kDownUnits = 4; // pieces in flight
+constexpr int kDownUnits = 8; // pieces of weights in flight, a warp
 constexpr int kChosen = 64;   // experts of a group, at most: 8 rows of 8 choices
 
 struct Experts {
@@ -34,18 +35,13 @@ template <int kPieces>
 __device__ __forceinline__ void route_group(const Experts &p, const uint4 (&b)[kPieces], uint4 (&w)[kPieces], int column,
                                             float *partial) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+#pragma unroll 1
   for (int e = blockIdx.x; e < p.experts; e += gridDim.x) {
     if (e != static_cast<int>(blockIdx.x)) {
 #pragma unroll
       for (int i = 0; i < kPieces; i++) w[i] = load_weights(p.router + static_cast<size_t>(e) * p.columns + column + i * kPiece);
     }
-    float sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < kPieces; i++) {
-      const uint32_t *a = reinterpret_cast<const uint32_t *>(&w[i]), *x = reinterpret_cast<const uint32_t *>(&b[i]);
-#pragma unroll
-      for (int j = 0; j < 4; j++) sum = fmaf(high(a[j]), high(x[j]), fmaf(low(a[j]), low(x[j]), sum));
-    }
+    float sum = product_of(w, b);
     sum += __shfl_xor_sync(kAll, sum, 1);
     sum += __shfl_xor_sync(kAll, sum, 2);
     __syncthreads(); // partial is free again
@@ -93,6 +89,7 @@ __device__ __forceinline__ void choose(const Experts &p, int row, float *weight)
   }
   uint32_t best_key = 0;
   int best_id = -1;
+#pragma unroll 1
   for (int k = 0; k < p.choices; k++) {
     most = 0;
 #pragma unroll
@@ -116,27 +113,27 @@ __device__ __forceinline__ void choose(const Experts &p, int row, float *weight)
 
 // Nothing is chosen yet: what may be done before the logits are there.
 __device__ __forceinline__ void clear_choices(const Experts &p, float *weight) {
+#pragma unroll 1
   for (int i = threadIdx.x; i < kRows * p.experts; i += blockDim.x) weight[i] = -1.f;
 }
 
 // weight [8][experts] of the group's rows (-1: not chosen; cleared before), list of its experts in ascending order; returns
 // their number. All threads call it.
+template <int kMany>
 __device__ __forceinline__ int choose_group(const Experts &p, float *weight, int *list, int *count) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
   const int live = min(kRows, p.rows - static_cast<int>(blockIdx.y) * kRows);
-  for (int r = warp; r < live; r += warps) {
-    if (p.experts <= 128)
-      choose<4>(p, r, weight + r * p.experts);
-    else
-      choose<kExperts / 32>(p, r, weight + r * p.experts);
-  }
+#pragma unroll 1
+  for (int r = warp; r < live; r += warps) choose<kMany>(p, r, weight + r * p.experts);
   __syncthreads();
   if (warp == 0) {
     int base = 0;
+#pragma unroll 1
     for (int e0 = 0; e0 < p.experts; e0 += 32) {
       const int e = e0 + lane;
       bool any = false;
       if (e < p.experts)
+#pragma unroll 1
         for (int r = 0; r < live; r++) any |= weight[r * p.experts + e] >= 0.f;
       const unsigned mask = __ballot_sync(kAll, any);
       if (any) list[base + __popc(mask & ((1u << lane) - 1))] = e;
@@ -151,10 +148,11 @@ __device__ __forceinline__ int choose_group(const Experts &p, float *weight, int
 // Bring a block's share of [from, from + bytes) into L2.
 __device__ __forceinline__ void prefetch_share(const char *from, size_t bytes) {
   if (!from || threadIdx.x >= 32) return;
-  const size_t share = (bytes / (gridDim.x * 32)) & ~static_cast<size_t>(127);
-  const char *p = from + (static_cast<size_t>(blockIdx.x) * 32 + threadIdx.x) * share;
-  for (size_t at = 0; at < share; at += 4096) {
-    const uint32_t size = static_cast<uint32_t>(share - at < 4096 ? share - at : 4096);
+  const unsigned share = static_cast<unsigned>(bytes) / (gridDim.x * 32) & ~127u;
+  const char *p = from + static_cast<size_t>(blockIdx.x * 32 + threadIdx.x) * share;
+#pragma unroll 1
+  for (unsigned at = 0; at < share; at += 4096) {
+    const unsigned size = share - at < 4096 ? share - at : 4096;
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p + at), "r"(size) : "memory");
   }
 }
@@ -170,6 +168,7 @@ __global__ void __launch_bounds__(256, 2) router(Experts p) {
 #pragma unroll
   for (int i = 0; i < kPieces; i++)
     w[i] = load_weights(p.router + static_cast<size_t>(min(static_cast<int>(blockIdx.x), p.experts - 1)) * p.columns + column + i * kPiece);
+#pragma unroll 1
   for (int i = threadIdx.x; i < p.columns / 8; i += 256) gains[i] = load_weights(p.gamma + i * 8);
   wait_for_predecessor();
   launch_dependents();
@@ -181,16 +180,14 @@ __global__ void __launch_bounds__(256, 2) router(Experts p) {
 
 // Gate, up and activation. With kRoute the blocks compute the router's logits first and wait for one another: all of them
 // are resident at once (gridDim.y is 1 and gridDim.x at most the number of multiprocessors).
-template <int kPieces, bool kRoute>
+template <int kPieces, bool kRoute, int kMany>
 __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
-  constexpr int kQ = pieces_of_unit(256, kPieces), kUnits = kUnitsInFlight, kParts = kPieces / kQ;
   extern __shared__ uint4 ring_memory[];
-  __shared__ float4 red[2][256];
+  __shared__ float red[2][4 * 256];
   __shared__ float partial[8 * kRows];
   __shared__ uint4 gains[32 * kPieces];
   __shared__ int list[kChosen], count;
-  Ring<kUnits, 2 * kQ> ring(ring_memory);
-  float *weight = reinterpret_cast<float *>(ring_memory + kUnits * 2 * kQ * 256);
+  float *weight = reinterpret_cast<float *>(ring_memory + kRingBytes<256, kPieces> / 16);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2;
   const int column = warp * kPieces * kPiece + (lane & 3) * 8, row = blockIdx.y * kRows + g;
   uint4 w[kPieces], b[kPieces];
@@ -199,6 +196,7 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
     for (int i = 0; i < kPieces; i++)
       w[i] = load_weights(p.router + static_cast<size_t>(min(static_cast<int>(blockIdx.x), p.experts - 1)) * p.columns + column + i * kPiece);
   }
+#pragma unroll 1
   for (int i = threadIdx.x; i < p.columns / 8; i += 256) gains[i] = load_weights(p.gamma + i * 8);
   clear_choices(p, weight);
   wait_for_predecessor();
@@ -209,8 +207,7 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
   if (kRoute) {
     route_group(p, b, w, column, partial);
     if (threadIdx.x < 32) {
-      __threadfence();
-      __syncwarp();
+      __syncwarp(); // the release below covers the other lanes' stores
       if (threadIdx.x == 0) {
         unsigned seen;
         asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p.arrivals) : "memory");
@@ -221,164 +218,145 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
     __syncthreads();
   }
   launch_dependents(); // the next kernel reads the logits before it waits: they are complete now
-  const int chosen = choose_group(p, weight, list, &count);
+  const int chosen = choose_group<kMany>(p, weight, list, &count);
   const int pairs = chosen * p.width;
-  const int first = static_cast<int>(static_cast<int64_t>(pairs) * blockIdx.x / gridDim.x);
-  const int last = static_cast<int>(static_cast<int64_t>(pairs) * (blockIdx.x + 1) / gridDim.x);
-  const int tiles = (last - first + 7) / 8, units = tiles * kParts;
-  const size_t up = static_cast<size_t>(p.width) * p.columns;
-  auto fetch = [&](int unit) {
-    if (unit < units) {
-      const int pair = first + unit / kParts * 8 + g;
-      const bool live = pair < last;
-      const int u = live ? pair / p.width : 0, i = live ? pair - u * p.width : 0;
-      const bf16 *from = p.gate_up + (static_cast<size_t>(list[u]) * 2 * p.width + i) * p.columns + column + unit % kParts * kQ * kPiece;
-#pragma unroll
-      for (int q = 0; q < kQ; q++) {
-        copy_async(ring.slot(unit, 2 * q), from + q * kPiece, live);
-        copy_async(ring.slot(unit, 2 * q + 1), from + up + q * kPiece, live);
-      }
-    }
-    commit_copies();
+  const int first = share_begin(pairs, blockIdx.x), last = share_begin(pairs, blockIdx.x + 1);
+  const int tiles = (last - first + 7) / 8;
+  auto aim = [&](int tile, const bf16 *&top, const bf16 *&bottom, bool &has_top, bool &has_bottom) {
+    const int pair = first + tile * 8 + g;
+    has_top = has_bottom = pair < last;
+    const int u = has_top ? static_cast<unsigned>(pair) / static_cast<unsigned>(p.width) : 0, i = pair - u * p.width;
+    top = p.gate_up + (static_cast<size_t>(list[u]) * 2 * p.width + i) * p.columns + column;
+    bottom = top + static_cast<size_t>(p.width) * p.columns;
   };
-#pragma unroll
-  for (int u = 0; u < kUnits; u++) fetch(u);
+  Stream<256, kPieces, decltype(aim)> stream(ring_memory, aim, tiles);
+#pragma unroll 1
   for (int tile = 0; tile < tiles; tile++) {
-    float4 c = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-    for (int part = 0; part < kParts; part++) {
-      const int unit = tile * kParts + part;
-      wait_copies<kUnits - 1>();
-#pragma unroll
-      for (int q = 0; q < kQ; q++) mma_piece(c, *ring.slot(unit, 2 * q), *ring.slot(unit, 2 * q + 1), b[part * kQ + q]);
-      fetch(unit + kUnits);
-    }
-    red[tile & 1][threadIdx.x] = c;
+    store_partial<256>(red[tile & 1], stream.multiply(b));
     __syncthreads();
-    if (warp == (tile & 7)) {
-      const float4 sum = sum_warps<8>(red[tile & 1]);
-      const int pair = first + tile * 8 + g, r = 2 * (lane & 3);
-      if (pair < last) {
-        const int u = pair / p.width, i = pair - u * p.width, e = list[u];
-        bf16 *to = p.hidden + ((static_cast<size_t>(blockIdx.y) * kChosen + u) * kRows + r) * p.width + i;
-        if (weight[r * p.experts + e] >= 0.f) to[0] = __float2bfloat16(silu(sum.x) * sum.z);
-        if (weight[(r + 1) * p.experts + e] >= 0.f) to[p.width] = __float2bfloat16(silu(sum.y) * sum.w);
-      }
+    const int pair = first + tile * 8 + g, r = 2 * (lane & 3) + warp;
+    if (warp < 2 && pair < last) {
+      const int u = static_cast<unsigned>(pair) / static_cast<unsigned>(p.width), i = pair - u * p.width;
+      if (weight[r * p.experts + list[u]] >= 0.f)
+        p.hidden[((static_cast<size_t>(blockIdx.y) * kChosen + u) * kRows + r) * p.width + i] = __float2bfloat16(
+            silu(sum_partials<256>(red[tile & 1], warp, lane)) * sum_partials<256>(red[tile & 1], warp + 2, lane));
     }
   }
 }
 
 // Down, weighted sum, residual: block x does 16 outputs; each warp a slice of every expert's width.
-template <int kThreads, int kPieces>
+template <int kThreads, int kPieces, int kMany>
 __global__ void __launch_bounds__(kThreads, 2) combine_down(Experts p) {
   constexpr int kUnits = kDownUnits;
   extern __shared__ uint4 ring_memory[];
-  __shared__ float4 red[kThreads];
+  __shared__ float red[4 * kThreads];
   __shared__ int list[kChosen], count;
-  Ring<kUnits, 3> ring(ring_memory);
-  float *weight = reinterpret_cast<float *>(ring_memory + kUnits * 3 * kThreads);
+  uint4 *const ring = ring_memory + threadIdx.x;
+  float *weight = reinterpret_cast<float *>(ring_memory + kUnits * 2 * kThreads);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2;
   const int column = warp * kPieces * kPiece + (lane & 3) * 8, r = 2 * (lane & 3);
   clear_choices(p, weight);
   __syncthreads();
-  const int chosen = choose_group(p, weight, list, &count); // the logits are older than the kernel before this one
+  const int chosen = choose_group<kMany>(p, weight, list, &count); // the logits are older than the kernel before this one
   const int units = chosen * kPieces, out = blockIdx.x * kOutputs + g;
   const bool has_top = out < p.columns, has_bottom = out + 8 < p.columns;
-  auto weights = [&](int unit) {
-    if (unit >= units) return;
-    const bf16 *from = p.down + (static_cast<size_t>(list[unit / kPieces]) * p.columns + (has_top ? out : 0)) * p.width + column + unit % kPieces * kPiece;
-    copy_async(ring.slot(unit, 0), from, has_top);
-    copy_async(ring.slot(unit, 1), from + (has_bottom ? 8 * p.width : 0), has_bottom);
-  };
-  auto rows = [&](int unit) {
-    if (unit >= units) return;
-    const int u = unit / kPieces;
-    const bf16 *from = p.hidden + ((static_cast<size_t>(blockIdx.y) * kChosen + u) * kRows + g) * p.width + column + unit % kPieces * kPiece;
-    copy_async(ring.slot(unit, 2), from, weight[g * p.experts + list[u]] >= 0.f);
-  };
-#pragma unroll
-  for (int u = 0; u < kUnits; u++) {
-    weights(u);
+  const bf16 *const matrix = p.down + static_cast<size_t>(has_top ? out : 0) * p.width + column;
+  const int below = has_bottom ? 8 * p.width : 0;
+  int fetched = 0, place = 0;
+  auto fetch = [&] {
+    if (fetched < units) {
+      const bf16 *from = matrix + static_cast<size_t>(list[fetched / kPieces]) * p.columns * p.width + fetched % kPieces * kPiece;
+      uint4 *slot = ring + place * 2 * kThreads;
+      copy_async(slot, from, has_top);
+      copy_async(slot + kThreads, from + below, has_bottom);
+    }
     commit_copies();
-  }
+    fetched++;
+    place = place + 1 == kUnits ? 0 : place + 1;
+  };
+#pragma unroll 1
+  for (int u = 0; u < kUnits; u++) fetch();
   wait_for_predecessor();
   launch_dependents();
   if (p.arrivals && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *p.arrivals = 0;
-#pragma unroll
-  for (int u = 0; u < kUnits; u++) {
-    rows(u);
-    commit_copies();
-  }
+  const bf16 *const hidden = p.hidden + (static_cast<size_t>(blockIdx.y) * kChosen * kRows + g) * p.width + column;
+  auto rows = [&](uint4(&b)[kPieces], int u) { // of expert u; a row that did not choose it is zeros
+    load_group(b, hidden + static_cast<size_t>(u) * kRows * p.width, u < chosen && weight[g * p.experts + list[u]] >= 0.f);
+  };
+  uint4 now[kPieces], next[kPieces];
+  rows(next, 0);
   float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
   for (int u = 0; u < chosen; u++) {
+#pragma unroll
+    for (int i = 0; i < kPieces; i++) now[i] = next[i];
+    rows(next, min(u + 1, kChosen - 1));
     float4 c = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
     for (int i = 0; i < kPieces; i++) {
-      const int unit = u * kPieces + i;
       wait_copies<kUnits - 1>();
-      mma_piece(c, *ring.slot(unit, 0), *ring.slot(unit, 1), *ring.slot(unit, 2));
-      weights(unit + kUnits);
-      rows(unit + kUnits);
-      commit_copies();
+      const uint4 *slot = ring + place * 2 * kThreads;
+      mma_piece(c, slot[0], slot[kThreads], now[i]);
+      fetch();
     }
     const float w0 = weight[r * p.experts + list[u]], w1 = weight[(r + 1) * p.experts + list[u]];
     if (w0 >= 0.f) total.x = fmaf(w0, c.x, total.x), total.z = fmaf(w0, c.z, total.z);
     if (w1 >= 0.f) total.y = fmaf(w1, c.y, total.y), total.w = fmaf(w1, c.w, total.w);
   }
-  red[threadIdx.x] = total;
+  store_partial<kThreads>(red, total);
   __syncthreads();
-  if (warp != 0) return;
-  const float4 sum = sum_warps<kThreads / 32>(red);
-  const float values[2][2] = {{sum.x, sum.y}, {sum.z, sum.w}};
-#pragma unroll
-  for (int half = 0; half < 2; half++)
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      const int row = blockIdx.y * kRows + r + j, o = out + 8 * half;
-      if (row >= p.rows || o >= p.columns) continue;
-      const size_t at = static_cast<size_t>(row) * p.columns + o;
-      p.y[at] = __float2bfloat16(values[half][j] + (p.residual ? load_bf16(p.residual + at) : 0.f));
-    }
+#pragma unroll 1
+  for (int at = threadIdx.x; at < 128; at += kThreads) {
+    const int which = at >> 5, own = at & 31, row = blockIdx.y * kRows + 2 * (own & 3) + (which & 1);
+    const int o = blockIdx.x * kOutputs + (own >> 2) + (which & 2 ? 8 : 0);
+    if (row >= p.rows || o >= p.columns) continue;
+    const size_t to = static_cast<size_t>(row) * p.columns + o;
+    p.y[to] = __float2bfloat16(sum_partials<kThreads>(red, which, own) + (p.residual ? load_bf16(p.residual + to) : 0.f));
+  }
 }
 
-template <int kPieces>
+template <int kPieces, int kMany>
 inline cudaError_t launch_gate_up(const Experts &p, int blocks, cudaStream_t stream) {
-  constexpr int kQ = pieces_of_unit(256, kPieces);
   const int groups = (p.rows + kRows - 1) / kRows;
-  const size_t shared = static_cast<size_t>(kUnitsInFlight) * 2 * kQ * 16 * 256 + static_cast<size_t>(kRows) * p.experts * 4;
-  if (groups == 1) return launch(gate_up<kPieces, true>, dim3(blocks), 256, shared, stream, 1, p);
+  const size_t shared = kRingBytes<256, kPieces> + static_cast<size_t>(kRows) * p.experts * 4;
+  if (groups == 1) return launch(gate_up<kPieces, true, kMany>, dim3(blocks), 256, shared, stream, 1, p);
   const cudaError_t e = launch(router<kPieces>, dim3(p.experts < blocks ? p.experts : blocks, groups), 256, 0, stream, 1, p);
   if (e != cudaSuccess) return e;
-  return launch(gate_up<kPieces, false>, dim3(blocks, groups), 256, shared, stream, 1, p);
+  return launch(gate_up<kPieces, false, kMany>, dim3(blocks, groups), 256, shared, stream, 1, p);
 }
 
-template <int kThreads, int kPieces>
+template <int kThreads, int kPieces, int kMany>
 inline cudaError_t launch_down(const Experts &p, cudaStream_t stream) {
   const dim3 grid((p.columns + kOutputs - 1) / kOutputs, (p.rows + kRows - 1) / kRows);
-  const size_t shared = static_cast<size_t>(kDownUnits) * 3 * 16 * kThreads + static_cast<size_t>(kRows) * p.experts * 4;
-  return launch(combine_down<kThreads, kPieces>, grid, kThreads, shared, stream, 1, p);
+  const size_t shared = static_cast<size_t>(kDownUnits) * 2 * 16 * kThreads + static_cast<size_t>(kRows) * p.experts * 4;
+  return launch(combine_down<kThreads, kPieces, kMany>, grid, kThreads, shared, stream, 1, p);
 }
 
-inline cudaError_t experts(const Experts &p, int blocks, cudaStream_t stream) {
-  if (p.experts > kExperts || p.choices > 8 || p.choices > p.experts) return cudaErrorInvalidValue;
+template <int kMany>
+inline cudaError_t experts_of(const Experts &p, int blocks, cudaStream_t stream) {
   cudaError_t e = cudaErrorInvalidValue;
   switch (p.columns) {
-  case 256: e = launch_gate_up<1>(p, blocks, stream); break;
-  case 512: e = launch_gate_up<2>(p, blocks, stream); break;
-  case 1024: e = launch_gate_up<4>(p, blocks, stream); break;
-  case 2048: e = launch_gate_up<8>(p, blocks, stream); break;
+  case 256: e = launch_gate_up<1, kMany>(p, blocks, stream); break;
+  case 512: e = launch_gate_up<2, kMany>(p, blocks, stream); break;
+  case 1024: e = launch_gate_up<4, kMany>(p, blocks, stream); break;
+  case 2048: e = launch_gate_up<8, kMany>(p, blocks, stream); break;
   default: break;
   }
   if (e != cudaSuccess) return e;
   switch (p.width) {
-  case 64: return launch_down<64, 1>(p, stream);
-  case 128: return launch_down<128, 1>(p, stream);
-  case 256: return launch_down<256, 1>(p, stream);
-  case 512: return launch_down<256, 2>(p, stream);
-  case 768: return launch_down<384, 2>(p, stream);
-  case 1024: return launch_down<256, 4>(p, stream);
+  case 64: return launch_down<64, 1, kMany>(p, stream);
+  case 128: return launch_down<128, 1, kMany>(p, stream);
+  case 256: return launch_down<256, 1, kMany>(p, stream);
+  case 512: return launch_down<256, 2, kMany>(p, stream);
+  case 768: return launch_down<384, 2, kMany>(p, stream);
+  case 1024: return launch_down<256, 4, kMany>(p, stream);
   default: return cudaErrorInvalidValue;
   }
+}
+
+inline cudaError_t experts(const Experts &p, int blocks, cudaStream_t stream) {
+  if (p.experts > kExperts || p.choices > 8 || p.choices > p.experts) return cudaErrorInvalidValue;
+  return p.experts <= 128 ? experts_of<4>(p, blocks, stream) : experts_of<kExperts / 32>(p, blocks, stream);
 }
 
 } // namespace eagle3

@@ -49,86 +49,61 @@ struct Best {
 
 template <int kThreads, int kPieces>
 __global__ void __launch_bounds__(kThreads, kThreads > 384 ? 1 : 2) vocabulary(Vocabulary p) {
-  constexpr int kQ = pieces_of_unit(kThreads, kPieces), kUnits = kUnitsInFlight, kParts = kPieces / kQ;
+  constexpr int kWarps = kThreads / 32;
   extern __shared__ uint4 ring_memory[];
-  __shared__ float4 red[2][kThreads];
-  __shared__ float partial[kThreads / 32 * kRows];
+  __shared__ float red[2][4 * kThreads];
+  __shared__ float partial[kWarps * kRows];
   __shared__ uint4 gains[kThreads / 8 * kPieces];
-  __shared__ Best bests[kThreads / 32][kRows];
-  Ring<kUnits, 2 * kQ> ring(ring_memory);
+  __shared__ Best bests[4][kRows];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2;
   const int column = warp * kPieces * kPiece + (lane & 3) * 8, row = blockIdx.y * kRows + g;
   const TileRows<false> rows(p.vocabulary);
-  const int tiles = rows.tiles(), units = tiles * kParts;
-  auto fetch = [&](int unit) {
-    if (unit < units) {
-      const int top = rows.top(unit / kParts, g);
-      const bf16 *from = p.weight + column + unit % kParts * kQ * kPiece + static_cast<size_t>(top) * p.columns;
-#pragma unroll
-      for (int i = 0; i < kQ; i++) {
-        copy_async(ring.slot(unit, 2 * i), top < rows.last ? from + i * kPiece : p.weight, top < rows.last);
-        copy_async(ring.slot(unit, 2 * i + 1), top + 8 < rows.last ? from + 8 * p.columns + i * kPiece : p.weight, top + 8 < rows.last);
-      }
-    }
-    commit_copies();
+  auto aim = [&](int tile, const bf16 *&top, const bf16 *&bottom, bool &has_top, bool &has_bottom) {
+    const int id = rows.top(tile, g);
+    has_top = id < rows.last;
+    has_bottom = id + 8 < rows.last;
+    top = p.weight + static_cast<size_t>(id) * p.columns + column;
+    bottom = top + 8 * p.columns;
   };
-#pragma unroll
-  for (int u = 0; u < kUnits; u++) fetch(u);
+  Stream<kThreads, kPieces, decltype(aim)> stream(ring_memory, aim, rows.tiles());
+#pragma unroll 1
   for (int i = threadIdx.x; i < p.columns / 8; i += kThreads) gains[i] = load_weights(p.gamma + i * 8);
   wait_for_predecessor();
   launch_dependents();
   uint4 b[kPieces];
   load_group(b, p.x + static_cast<size_t>(row) * p.columns + column, row < p.rows);
   __syncthreads();
-  norm_group<kThreads / 32>(b, reinterpret_cast<const bf16 *>(gains) + column, partial, p.columns, p.eps);
-  Best best[2];
-  best[0].clear(), best[1].clear();
-  const int base = blockIdx.y * kRows + 2 * (lane & 3);
-  for (int tile = 0; tile < tiles; tile++) {
-    float4 c = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-    for (int part = 0; part < kParts; part++) {
-      const int unit = tile * kParts + part;
-      wait_copies<kUnits - 1>();
-#pragma unroll
-      for (int i = 0; i < kQ; i++) mma_piece(c, *ring.slot(unit, 2 * i), *ring.slot(unit, 2 * i + 1), b[part * kQ + i]);
-      fetch(unit + kUnits);
-    }
-    red[tile & 1][threadIdx.x] = c;
+  norm_group<kWarps>(b, reinterpret_cast<const bf16 *>(gains) + column, partial, p.columns, p.eps);
+  static_assert(kThreads >= 128, "one thread an output and row");
+  Best best; // of one row: thread (component, lane) as in sum_partials
+  best.clear();
+  const int which = warp, own_row = blockIdx.y * kRows + 2 * (lane & 3) + (which & 1);
+#pragma unroll 1
+  for (int tile = 0; tile < rows.tiles(); tile++) {
+    store_partial<kThreads>(red[tile & 1], stream.multiply(b));
     __syncthreads();
-    if (warp != tile % (kThreads / 32)) continue;
-    const float4 sum = sum_warps<kThreads / 32>(red[tile & 1]);
-    const float values[2][2] = {{sum.x, sum.y}, {sum.z, sum.w}};
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int id = rows.top(tile, g) + 8 * half;
-      if (id >= rows.last) continue;
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        best[j].take(values[half][j], id);
-        if (p.logits && base + j < p.rows) p.logits[static_cast<size_t>(base + j) * p.vocabulary + id] = values[half][j];
-      }
-    }
+    const int id = rows.top(tile, g) + (which & 2 ? 8 : 0);
+    if (threadIdx.x >= 128 || id >= rows.last) continue;
+    const float value = sum_partials<kThreads>(red[tile & 1], which, lane);
+    best.take(value, id);
+    if (p.logits && own_row < p.rows) p.logits[static_cast<size_t>(own_row) * p.vocabulary + id] = value;
   }
-#pragma unroll
-  for (int j = 0; j < 2; j++) {
+  if (threadIdx.x < 128) {
 #pragma unroll
     for (int o = 4; o < 32; o <<= 1) { // over the lanes that hold the same row
-      const int64_t key = __shfl_xor_sync(kAll, static_cast<long long>(best[j].key), o);
-      const float top = __shfl_xor_sync(kAll, best[j].top, o), sum = __shfl_xor_sync(kAll, best[j].sum, o);
-      best[j].key = key > best[j].key ? key : best[j].key;
-      best[j].join(top, sum);
+      const int64_t key = __shfl_xor_sync(kAll, static_cast<long long>(best.key), o);
+      const float top = __shfl_xor_sync(kAll, best.top, o), sum = __shfl_xor_sync(kAll, best.sum, o);
+      best.key = key > best.key ? key : best.key;
+      best.join(top, sum);
     }
-    if (g == 0) bests[warp][2 * lane + j] = best[j];
+    if (g == 0) bests[which][2 * lane + (which & 1)] = best;
   }
   __syncthreads();
   const int r = threadIdx.x, own = blockIdx.y * kRows + r;
   if (r >= kRows || own >= p.rows) return;
-  Best all = bests[0][r];
-  for (int w = 1; w < kThreads / 32; w++) {
-    all.key = bests[w][r].key > all.key ? bests[w][r].key : all.key;
-    all.join(bests[w][r].top, bests[w][r].sum);
-  }
+  Best all = bests[r & 1][r], other = bests[(r & 1) + 2][r];
+  all.key = other.key > all.key ? other.key : all.key;
+  all.join(other.top, other.sum);
   const size_t at = static_cast<size_t>(own) * gridDim.x + blockIdx.x;
   p.keys[at] = all.key;
   p.tops[at] = all.top;
@@ -137,9 +112,8 @@ __global__ void __launch_bounds__(kThreads, kThreads > 384 ? 1 : 2) vocabulary(V
 
 template <int kThreads, int kPieces>
 inline cudaError_t launch_vocabulary(const Vocabulary &p, int blocks, cudaStream_t stream) {
-  constexpr int kQ = pieces_of_unit(kThreads, kPieces);
   const dim3 grid(blocks, (p.rows + kRows - 1) / kRows);
-  return launch(vocabulary<kThreads, kPieces>, grid, kThreads, static_cast<size_t>(kUnitsInFlight) * 2 * kQ * 16 * kThreads, stream, 1, p);
+  return launch(vocabulary<kThreads, kPieces>, grid, kThreads, kRingBytes<kThreads, kPieces>, stream, 1, p);
 }
 
 inline cudaError_t head(const Vocabulary &p, int blocks, cudaStream_t stream) {

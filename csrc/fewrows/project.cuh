@@ -23,69 +23,56 @@ struct TileRows {
   int first, last; // outputs of this block: [first, last)
   static constexpr int kStep = kGated ? 8 : 16;
   __device__ __forceinline__ TileRows(int outputs) {
-    first = static_cast<int>(static_cast<int64_t>(outputs) * blockIdx.x / gridDim.x);
-    last = static_cast<int>(static_cast<int64_t>(outputs) * (blockIdx.x + 1) / gridDim.x);
+    first = share_begin(outputs, blockIdx.x);
+    last = share_begin(outputs, blockIdx.x + 1);
   }
   __device__ __forceinline__ int tiles() const { return (last - first + kStep - 1) / kStep; }
   __device__ __forceinline__ int top(int tile, int g) const { return first + tile * kStep + g; }
 };
 
-template <bool kGated>
-__device__ __forceinline__ void store_tile(const Projection &p, const TileRows<kGated> &rows, int tile, float4 sum) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, base = blockIdx.y * kRows + 2 * (lane & 3);
-  const float values[2][2] = {{sum.x, sum.y}, {sum.z, sum.w}};
+// Outputs of one tile: thread (component, lane) as in sum_partials; gated ones take gate and up together.
+template <int kThreads, bool kGated>
+__device__ __forceinline__ void store_tile(const Projection &p, const TileRows<kGated> &rows, int tile, const float *red) {
+  if (threadIdx.x >= (kGated ? 64 : 128)) return; // narrow blocks: 64 threads take two turns below
 #pragma unroll
-  for (int half = 0; half < (kGated ? 1 : 2); half++) {
-    const int out = rows.top(tile, g) + 8 * half;
-    if (out >= rows.last) continue;
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      if (base + j >= p.rows) continue;
-      const size_t at = static_cast<size_t>(base + j) * p.outputs + out;
-      float v = values[half][j];
-      if (kGated) {
-        v = silu(v) * values[1][j];
-      } else {
-        if (p.bias) v += __bfloat162float(p.bias[out]);
-        if (p.residual) v += load_bf16(p.residual + at);
-      }
-      p.y[at] = __float2bfloat16(v);
+  for (int turn = 0; turn < (kGated || kThreads >= 128 ? 1 : 2); turn++) {
+    const int at = threadIdx.x + turn * kThreads, which = at >> 5, lane = at & 31;
+    const int row = blockIdx.y * kRows + 2 * (lane & 3) + (which & 1);
+    const int out = rows.top(tile, lane >> 2) + (which & 2 ? 8 : 0);
+    if (row >= p.rows || out >= rows.last) continue;
+    float v = sum_partials<kThreads>(red, which, lane);
+    const size_t to = static_cast<size_t>(row) * p.outputs + out;
+    if (kGated) {
+      v = silu(v) * sum_partials<kThreads>(red, which + 2, lane);
+    } else {
+      if (p.bias) v += __bfloat162float(p.bias[out]);
+      if (p.residual) v += load_bf16(p.residual + to);
     }
+    p.y[to] = __float2bfloat16(v);
   }
 }
 
 // kPieces a warp, all of B in registers.
 template <int kThreads, int kPieces, bool kNorm, bool kGated>
 __global__ void __launch_bounds__(kThreads, kNorm && kThreads > 384 ? 1 : 2) project(Projection p) {
-  constexpr int kQ = pieces_of_unit(kThreads, kPieces), kUnits = kUnitsInFlight;
+  constexpr int kWarps = kThreads / 32;
   extern __shared__ uint4 ring_memory[];
-  __shared__ float4 red[2][kThreads];
-  __shared__ float partial[kThreads / 32 * kRows];
+  __shared__ float red[2][4 * kThreads];
+  __shared__ float partial[kWarps * kRows];
   __shared__ uint4 gains[kNorm ? kThreads / 8 * kPieces : 1];
-  Ring<kUnits, 2 * kQ> ring(ring_memory);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2;
   const int column = warp * kPieces * kPiece + (lane & 3) * 8, row = blockIdx.y * kRows + g;
   const TileRows<kGated> rows(p.outputs);
-  const int tiles = rows.tiles(), units = tiles * (kPieces / kQ);
-  auto fetch = [&](int unit) {
-    if (unit < units) {
-      const int tile = unit / (kPieces / kQ), part = unit % (kPieces / kQ), top = rows.top(tile, g);
-      const int bottom = kGated ? top + p.outputs : top + 8;
-      const bool has_top = top < rows.last, has_bottom = kGated ? has_top : bottom < rows.last;
-      const bf16 *from = p.weight + column + part * kQ * kPiece;
-      const bf16 *a = from + static_cast<size_t>(has_top ? top : 0) * p.columns;
-      const bf16 *b = from + static_cast<size_t>(has_bottom ? bottom : 0) * p.columns;
-#pragma unroll
-      for (int i = 0; i < kQ; i++) {
-        copy_async(ring.slot(unit, 2 * i), a + i * kPiece, has_top);
-        copy_async(ring.slot(unit, 2 * i + 1), b + i * kPiece, has_bottom);
-      }
-    }
-    commit_copies();
+  auto aim = [&](int tile, const bf16 *&top, const bf16 *&bottom, bool &has_top, bool &has_bottom) {
+    const int out = rows.top(tile, g);
+    has_top = out < rows.last;
+    has_bottom = kGated ? has_top : out + 8 < rows.last;
+    top = p.weight + static_cast<size_t>(out) * p.columns + column;
+    bottom = top + static_cast<size_t>(kGated ? p.outputs : 8) * p.columns;
   };
-#pragma unroll
-  for (int u = 0; u < kUnits; u++) fetch(u);
+  Stream<kThreads, kPieces, decltype(aim)> stream(ring_memory, aim, rows.tiles());
   if (kNorm)
+#pragma unroll 1
     for (int i = threadIdx.x; i < p.columns / 8; i += kThreads) gains[i] = load_weights(p.gamma + i * 8);
   wait_for_predecessor();
   launch_dependents();
@@ -93,21 +80,13 @@ __global__ void __launch_bounds__(kThreads, kNorm && kThreads > 384 ? 1 : 2) pro
   load_group(b, p.x + static_cast<size_t>(row) * p.columns + column, row < p.rows);
   if (kNorm) {
     __syncthreads();
-    norm_group<kThreads / 32>(b, reinterpret_cast<const bf16 *>(gains) + column, partial, p.columns, p.eps);
+    norm_group<kWarps>(b, reinterpret_cast<const bf16 *>(gains) + column, partial, p.columns, p.eps);
   }
-  for (int tile = 0; tile < tiles; tile++) {
-    float4 c = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-    for (int part = 0; part < kPieces / kQ; part++) {
-      const int unit = tile * (kPieces / kQ) + part;
-      wait_copies<kUnits - 1>();
-#pragma unroll
-      for (int i = 0; i < kQ; i++) mma_piece(c, *ring.slot(unit, 2 * i), *ring.slot(unit, 2 * i + 1), b[part * kQ + i]);
-      fetch(unit + kUnits);
-    }
-    red[tile & 1][threadIdx.x] = c;
+#pragma unroll 1
+  for (int tile = 0; tile < rows.tiles(); tile++) {
+    store_partial<kThreads>(red[tile & 1], stream.multiply(b));
     __syncthreads();
-    if (warp == tile % (kThreads / 32)) store_tile(p, rows, tile, sum_warps<kThreads / 32>(red[tile & 1]));
+    store_tile<kThreads>(p, rows, tile, red[tile & 1]);
   }
 }
 
@@ -117,50 +96,54 @@ template <bool kGated>
 __global__ void __launch_bounds__(512, 2) project_long(Projection p) {
   constexpr int kThreads = 512, kUnits = 4;
   extern __shared__ uint4 ring_memory[];
-  __shared__ float4 red[2][kThreads];
-  Ring<kUnits, 3> ring(ring_memory);
+  __shared__ float red[2][4 * kThreads];
+  uint4 *const ring = ring_memory + threadIdx.x;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, pieces = p.columns / 512;
   const int column = warp * pieces * kPiece + (lane & 3) * 8, row = blockIdx.y * kRows + g;
   const TileRows<kGated> rows(p.outputs);
-  const int tiles = rows.tiles(), units = tiles * pieces;
+  const int units = rows.tiles() * pieces;
+  const bool live = row < p.rows;
+  const bf16 *const x = p.x + static_cast<size_t>(live ? row : 0) * p.columns + column;
   auto weights = [&](int unit) {
     if (unit >= units) return;
-    const int top = rows.top(unit / pieces, g), bottom = kGated ? top + p.outputs : top + 8;
-    const bool has_top = top < rows.last, has_bottom = kGated ? has_top : bottom < rows.last;
-    const bf16 *from = p.weight + column + unit % pieces * kPiece;
-    copy_async(ring.slot(unit, 0), from + static_cast<size_t>(has_top ? top : 0) * p.columns, has_top);
-    copy_async(ring.slot(unit, 1), from + static_cast<size_t>(has_bottom ? bottom : 0) * p.columns, has_bottom);
+    const int out = rows.top(unit / pieces, g);
+    const bool has_top = out < rows.last, has_bottom = kGated ? has_top : out + 8 < rows.last;
+    const bf16 *from = p.weight + static_cast<size_t>(out) * p.columns + column + unit % pieces * kPiece;
+    uint4 *slot = ring + unit % kUnits * 3 * kThreads;
+    copy_async(slot, from, has_top);
+    copy_async(slot + kThreads, from + static_cast<size_t>(kGated ? p.outputs : 8) * p.columns, has_bottom);
   };
   auto activations = [&](int unit) {
-    if (unit >= units) return;
-    const bf16 *from = p.x + column + unit % pieces * kPiece;
-    copy_async(ring.slot(unit, 2), from + static_cast<size_t>(row < p.rows ? row : 0) * p.columns, row < p.rows);
+    if (unit < units) copy_async(ring + (unit % kUnits * 3 + 2) * kThreads, x + unit % pieces * kPiece, live);
   };
-#pragma unroll
+#pragma unroll 1
   for (int u = 0; u < kUnits; u++) {
     weights(u);
     commit_copies();
   }
   wait_for_predecessor();
   launch_dependents();
-#pragma unroll
+#pragma unroll 1
   for (int u = 0; u < kUnits; u++) {
     activations(u);
     commit_copies();
   }
   int unit = 0;
-  for (int tile = 0; tile < tiles; tile++) {
+#pragma unroll 1
+  for (int tile = 0; tile < rows.tiles(); tile++) {
     float4 c = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
     for (int part = 0; part < pieces; part++, unit++) {
       wait_copies<kUnits - 1>();
-      mma_piece(c, *ring.slot(unit, 0), *ring.slot(unit, 1), *ring.slot(unit, 2));
+      const uint4 *slot = ring + unit % kUnits * 3 * kThreads;
+      mma_piece(c, slot[0], slot[kThreads], slot[2 * kThreads]);
       weights(unit + kUnits);
       activations(unit + kUnits);
       commit_copies();
     }
-    red[tile & 1][threadIdx.x] = c;
+    store_partial<kThreads>(red[tile & 1], c);
     __syncthreads();
-    if (warp == tile % (kThreads / 32)) store_tile(p, rows, tile, sum_warps<kThreads / 32>(red[tile & 1]));
+    store_tile<kThreads>(p, rows, tile, red[tile & 1]);
   }
 }
 
@@ -170,11 +153,17 @@ inline int grid_of(int outputs, int blocks, int step) {
   return tiles < blocks ? tiles : blocks;
 }
 
+struct Nowhere {
+  __device__ void operator()(int, const bf16 *&, const bf16 *&, bool &, bool &) const {}
+};
+// Bytes of a stream's ring.
+template <int kThreads, int kPieces>
+constexpr size_t kRingBytes = Stream<kThreads, kPieces, Nowhere>::kBytes;
+
 template <int kThreads, int kPieces, bool kGated>
 inline cudaError_t launch_project(const Projection &p, int blocks, cudaStream_t stream) {
-  constexpr int kQ = pieces_of_unit(kThreads, kPieces);
   const dim3 grid(grid_of(p.outputs, blocks, kGated ? 8 : 16), (p.rows + kRows - 1) / kRows);
-  const size_t ring = static_cast<size_t>(kUnitsInFlight) * 2 * kQ * 16 * kThreads;
+  constexpr size_t ring = kRingBytes<kThreads, kPieces>;
   if (p.gamma) return launch(project<kThreads, kPieces, true, kGated>, grid, kThreads, ring, stream, 1, p);
   return launch(project<kThreads, kPieces, false, kGated>, grid, kThreads, ring, stream, 1, p);
 }
