@@ -78,10 +78,13 @@ class Oracle(Stand):
         self.coins = coins.to(device)
         self.text = torch.zeros(length + MAX_NODES + 1, dtype=torch.int64, device=device)
         self.chances = torch.zeros(MAX_NODES, device=device)
+        self.bounds = torch.zeros(2, dtype=torch.int64, device=device)
         self.aim(rates)
 
-    def aim(self, rates):
-        """Change the rates, in place: what is captured follows."""
+    def aim(self, rates, first=0, last=None):
+        """Change the rates, in place: what is captured follows. Tokens at positions outside first … last - 1 are
+        wrong."""
+        self.bounds.copy_(torch.tensor([first, len(self.text) if last is None else last]))
         kept = [rate / before if before else 0.0 for before, rate in zip([1.0, *rates], rates, strict=False)]
         self.chances.zero_()
         self.chances[: len(kept)] = torch.tensor(kept, dtype=torch.float32, device=self.chances.device)
@@ -104,13 +107,23 @@ class Oracle(Stand):
             self.layouts[shape] = tuple(torch.tensor(x, device=self.text.device) for x in (parents, depths, right))
         return self.layouts[shape]
 
+    def _inside(self, position):
+        return (position >= self.bounds[0]) & (position < self.bounds[1])
+
+    def foresee(self, batch, features, cache):
+        """The real one's work; row p, of the token at p + 1, is right about p + 2 where a tree at p + 1 would be."""
+        getattr(self.real, "foresee", self.extend)(batch, features, cache)
+        row = batch.index.clamp(min=0)
+        truth, right = self.text[row + 2], (self.coins[row + 1, 0] < self.chances[0]) & self._inside(row + 2)
+        return torch.where(right, truth, (truth + 1) % self.vocabulary)
+
     def replace(self, state, tree):
         """Right tokens on the branch as far as the coins say, wrong ones elsewhere."""
         parents, depths, branch = self.layout(tree.shape)
         n = state.seq_lens[:, None]
         truth = self.text[n + depths]
         depth = (depths - 1).clamp(min=0)
-        right = branch & (self.coins[n, depth] < self.chances[depth])
+        right = branch & (self.coins[n, depth] < self.chances[depth]) & self._inside(n + depths)
         node = torch.arange(tree.shape.draft_tokens, device=n.device)
         wrong = (truth + 1 + node % (self.vocabulary - 1)) % self.vocabulary
         tree.tokens.copy_(torch.where(right, truth, wrong))

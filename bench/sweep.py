@@ -7,14 +7,15 @@ makes the cost table behind the predictions. Exit codes: 0; 2 for what is refuse
 import argparse
 import itertools
 import sys
-from dataclasses import dataclass, field
 
 import torch
 from tqdm import tqdm
 
 from engine import Engine
+from engine.auto import GRID
+from engine.compare import Taken, turns
+from engine.cost import CostTable
 from engine.options import DEMO, Parser, least, number
-from engine.report import Acceptance
 from engine.shape import PLAIN, Shape
 from weights.config import Refused
 
@@ -22,9 +23,7 @@ from . import command, reading, results, stages
 from .oracle import Oracle, rates_of
 from .results import Figure
 from .texts import several
-from .verdict import SYNTHETIC, against, best, costs, figures, recommendation, table_lines
-
-GRID = "1-1-2 2-1-3 3-1-4 5-1-6 7-1-8 2-2-5 3-2-7 3-4-8 4-4-16"
+from .verdict import SYNTHETIC, against, best, figures, recommendation, table_lines
 
 
 def parser() -> Parser:
@@ -36,7 +35,7 @@ def parser() -> Parser:
     add("--random", metavar="NAME|FILE", help="random weights of this architecture in place of --target")
     add("--layers", type=least(1), metavar="N", help="with --random: as many layers")
     add("--capture-layers", metavar="boundary:A,B,C|output:A,B,C", help="overrides the draft's config")
-    add("--grid", nargs="+", metavar="S-K-D", help=f"shapes; default {GRID}")
+    add("--grid", nargs="+", metavar="S-K-D", help=f"shapes; default {' '.join(map(str, GRID))}")
     add(
         "--steps",
         nargs="+",
@@ -86,7 +85,7 @@ def grid(o) -> tuple[list[Shape], list[str]]:
     axes = (o.steps, o.topk, o.draft_tokens)
     if any(axes) and (o.grid or not all(axes)):
         raise Refused("--steps, --topk, --draft-tokens: supported: all three, without --grid")
-    words = ["-".join(map(str, s)) for s in itertools.product(*axes)] if all(axes) else o.grid or GRID.split()
+    words = ["-".join(map(str, s)) for s in itertools.product(*axes)] if all(axes) else o.grid or list(map(str, GRID))
     shapes, left_out = [], []
     for word in words:
         try:
@@ -105,35 +104,6 @@ def grid(o) -> tuple[list[Shape], list[str]]:
     return shapes, left_out
 
 
-@dataclass
-class Taken:
-    """What one shape did: tokens, cycles and seconds of each round; acceptance; ids of each prompt by round."""
-
-    tokens: list[int] = field(default_factory=list)
-    cycles: list[int] = field(default_factory=list)
-    ms: list[float] = field(default_factory=list)
-    acceptance: Acceptance = Acceptance()
-    same: bool = True
-
-    @property
-    def speed(self) -> list[float]:
-        """Tokens/s of each round."""
-        return [1e3 * tokens / ms for tokens, ms in zip(self.tokens, self.ms, strict=True)]
-
-    @property
-    def cycle(self) -> list[float]:
-        """ms a cycle of each round, host and idle gaps counted."""
-        return [ms / cycles for ms, cycles in zip(self.ms, self.cycles, strict=True)]
-
-    def add(self, result, plain: list[int]) -> None:
-        """Take one request of the round begun last."""
-        self.tokens[-1] += len(result.token_ids) - 1
-        self.cycles[-1] += len(result.cycles)
-        self.ms[-1] += result.decode_ms
-        self.acceptance += Acceptance.of(result.cycles)
-        self.same = self.same and result.token_ids == plain
-
-
 def rounds(o, engine: Engine, prompts: list[list[int]], oracle: Oracle | None, bar) -> tuple[dict, stages.Timed]:
     """Decode every prompt with every shape, `o.rounds` times; each round and prompt begins with another shape.
 
@@ -144,17 +114,13 @@ def rounds(o, engine: Engine, prompts: list[list[int]], oracle: Oracle | None, b
     stages.warm(engine, prompts[0], shapes)
     taken, how = {shape: Taken() for shape in shapes}, stages.sampling(o.new_tokens)
     plain = [engine.generate(prompt, how, shape=PLAIN).token_ids for prompt in prompts]
-    for turn in range(o.rounds):
-        for one in taken.values():
-            one.tokens.append(0), one.cycles.append(0), one.ms.append(0.0)
-        for at, prompt in enumerate(prompts):
-            first = (turn * len(prompts) + at) % len(shapes)
-            for shape in shapes[first:] + shapes[:first]:
-                aim(o, oracle, shape, [*prompt, *plain[at]])
-                taken[shape].add(engine.generate(prompt, how, shape=shape), plain[at])
-                bar.update(1)
-                if at == turn % len(prompts):
-                    stages.stamped(engine, prompt, o.new_tokens, [shape], 1, bar, timed)
+    for turn, at, shape in turns(shapes, len(prompts), o.rounds):
+        aim(o, oracle, shape, [*prompts[at], *plain[at]])
+        result = engine.generate(prompts[at], how, shape=shape)
+        taken[shape].add(turn, [result], result.decode_ms, [plain[at]])
+        bar.update(1)
+        if at == turn % len(prompts):
+            stages.stamped(engine, prompts[at], o.new_tokens, [shape], 1, bar, timed)
     return taken, timed
 
 
@@ -204,7 +170,7 @@ def run(o, command: str) -> list[str]:
     ) as bar:
         taken, timed = rounds(o, engine, prompts, oracle, bar)
     label = f"{SYNTHETIC}; " if synthetic(o) else ""
-    found = {f.name: f for f in figures(taken, costs(timed, o.shapes), timed, label)}
+    found = {f.name: f for f in figures(taken, CostTable.of_stages(timed.series), timed, label)}
     advice = recommendation(found)
     if o.json:
         head = Figure.of("load", "ms", parts.load_ms), Figure.of("recommended", "times plain", best(found), note=advice)

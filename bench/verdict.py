@@ -2,40 +2,19 @@
 
 import statistics
 
-import numpy as np
-
+from engine.cost import CostTable
 from engine.shape import PLAIN, Shape
 
 from . import reading, stages
-from .cost import CostTable
 from .results import Figure
 
 SYNTHETIC = "SYNTHETIC acceptance"
 
 
-def costs(timed: stages.Timed, shapes: list[Shape]) -> CostTable:
-    """The cost table of stamped cycles: verify by rows, the first draft pass and later ones by topk, the rest."""
-    median = {s: {n: statistics.median(v) if v else 0.0 for n, v in timed.series[s].items()} for s in timed.series}
-    by_rows = {}
-    for shape in shapes:
-        by_rows.setdefault(shape.draft_tokens, []).extend(timed.series[shape]["verify"])
-    widths = sorted({shape.topk for shape in shapes})
-    matrix = [[1.0, *((s.steps - 1.0) * (s.topk == k) for k in widths)] for s in shapes]
-    extend, *steps = np.linalg.lstsq(np.array(matrix), [median[s]["draft"] for s in shapes], rcond=None)[0]
-    return CostTable(
-        plain=median[PLAIN]["cycle"] + median[PLAIN]["gap"],
-        verify={n: statistics.median(values) for n, values in by_rows.items()},
-        rest={s: median[s]["accept"] + median[s]["commit"] + median[s]["gap"] for s in shapes},
-        extend=float(extend),
-        step={k: float(x) for k, x in zip(widths, steps, strict=True)},
-        shapes=tuple(shapes),
-    )
-
-
 def figures(taken: dict, table: CostTable, timed: stages.Timed, label: str) -> list[Figure]:
     """Speed, acceptance, predicted and measured cycles of every shape; plain decoding first.
 
-    taken: {Shape: bench.sweep.Taken}; label: begins the note of all that depends on acceptance.
+    taken: {Shape: engine.compare.Taken}; label: begins the note of all that depends on acceptance.
     """
     made = Figure.of
     plain, found = taken[PLAIN], []

@@ -11,12 +11,13 @@ import torch
 from tqdm import tqdm
 
 from engine import Engine, Shape
+from engine.cost import Fit
 from engine.options import DEMO, Parser, least, number
 from engine.shape import MAX_NODES, PLAIN
 from weights.config import Refused
 
 from . import bandwidth, command, results, stages
-from .cost import Fit, table_of_run
+from .cost import table_of_run
 from .oracle import Delayed, Independent, Oracle, Repeated
 from .results import Figure
 from .spin import DelayedTarget, Spin

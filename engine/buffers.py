@@ -15,7 +15,8 @@ BACKLOG = MAX_NODES  # rows the drafter may lag behind; one cycle emits at most 
 class State:
     """What B sequences carry from one cycle to the next, int64 on the device.
 
-    `report` is the block that the host reads after a cycle; emitted, accept_lens, matched, done and fault are views.
+    `report` is the block that the host reads after a cycle; emitted, accept_lens, matched, done, fault, agreed and
+    compared are views.
     """
 
     table: torch.Tensor  # B NP int32 pages; a slot without a request has zeros: all its rows are scratch
@@ -27,7 +28,7 @@ class State:
     backlog: torch.Tensor  # B   rows the drafter has yet to see
     backlog_tokens: torch.Tensor  # B W+1; row W is scratch
     backlog_features: torch.Tensor  # B W+1 F
-    report: torch.Tensor  # B 64+4
+    report: torch.Tensor  # B 64+6
     draws: Draws  # what each slot draws with; no cycle writes it
 
     STOPS = 32  # stop ids a request may have
@@ -50,7 +51,7 @@ class State:
             backlog=ints(batch),
             backlog_tokens=ints(batch, BACKLOG + 1),
             backlog_features=torch.zeros(batch, BACKLOG + 1, features, dtype=dtype, device=device),
-            report=ints(batch, MAX_NODES + 4),
+            report=ints(batch, MAX_NODES + 6),
             draws=Draws.allocate(batch, device),
         )
         state.done.fill_(1)
@@ -90,6 +91,16 @@ class State:
     def fault(self):
         """[B] 1 where it ended on non-finite logits."""
         return self.report[:, MAX_NODES + 3]
+
+    @property
+    def agreed(self):
+        """[B] proposals of the last catch-up that were the tokens that came."""
+        return self.report[:, MAX_NODES + 4]
+
+    @property
+    def compared(self):
+        """[B] proposals of the last catch-up whose tokens had come."""
+        return self.report[:, MAX_NODES + 5]
 
     def snapshot(self):
         """Copies of all tensors that a cycle writes, for `restore`."""

@@ -90,29 +90,44 @@ class Cycle:
         s.seq_lens.add_(s.accept_lens)
 
 
+CATCH_UP = (8, BACKLOG)  # widths of a catch-up's pass
+
+
 class CatchUp:
     """Extend the drafter over all but the last row of the backlog: what precedes drafting after plain cycles,
-    or after a cycle that emitted more than the next shape's draft looks at."""
+    or after a cycle that emitted more than the next shape's draft looks at.
+
+    width: rows of the pass, padding included. A drafter that can `foresee` (engine.drafters) is compared with the
+    tokens that came, which tells what it would have kept, without a verify.
+    """
 
     stages = ("catch_up",)
 
-    def __init__(self, drafter, cache, state):
-        self.drafter, self.cache, self.state = drafter, cache, state
+    def __init__(self, drafter, cache, state, width=BACKLOG, tp=ALONE):
+        self.drafter, self.cache, self.state, self.width, self.tp = drafter, cache, state, width, tp
+        self.foresee, self.astray = getattr(drafter, "foresee", None), not getattr(drafter, "in_step", False)
 
     def run(self, stages=stages):
         """Run it."""
         self.catch_up()
 
     def catch_up(self):
-        """One pass over BACKLOG rows, padding included; then the last row moves to the front."""
-        s = self.state
-        start, k = s.seq_lens - s.backlog, torch.arange(BACKLOG, device=s.seq_lens.device)
+        """One pass; then the last row moves to the front."""
+        s, w = self.state, self.width
+        start, k = s.seq_lens - s.backlog, torch.arange(w, device=s.seq_lens.device)
         real = k < (s.backlog - 1)[:, None]
         at = start[:, None] + k
-        batch = Batch(
-            s.backlog_tokens[:, :BACKLOG], torch.where(real, at, 0), torch.where(real, at, -1), s.pages, start, None
-        )
-        self.drafter.extend(batch, s.backlog_features[:, :BACKLOG].flatten(0, 1), self.cache)
+        index = torch.where(real, at, -1)
+        batch = Batch(s.backlog_tokens[:, :w], torch.where(real, at, 0), index, s.pages, start, None)
+        features = s.backlog_features[:, :w].flatten(0, 1)
+        if self.foresee is None:
+            self.drafter.extend(batch, features, self.cache)
+        else:
+            right = self.foresee(batch, features, self.cache) == s.backlog_tokens[:, 1 : w + 1]
+            s.agreed.copy_((right & real).sum(1))
+            s.compared.copy_(real.sum(1))
+            if self.astray:
+                self.tp.follow(s.agreed)
         last = (s.backlog - 1).clamp(min=0)[:, None]
         s.backlog_tokens[:, :1] = s.backlog_tokens.gather(1, last)
         index = last[..., None].expand(-1, -1, s.backlog_features.shape[-1])

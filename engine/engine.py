@@ -7,15 +7,18 @@ import math
 
 from weights.config import Refused
 
+from .auto import AUTO, Auto
 from .cache import Pool
+from .chooser import Fixed
 from .graph import Graphs
 from .loading import Options, load
 from .logprobs import wanted
+from .programs import Programs
 from .report import statistics
 from .request import Request, Sampling
 from .rules import rule_of
 from .score import score
-from .session import Programs, Session
+from .session import Session
 from .shape import PLAIN, Shape
 from .text import token_ids
 from .watch import Watch, tensors
@@ -36,17 +39,22 @@ class Engine:
         unit = math.lcm(options.page_size, options.prefill_chunk) if options.prefix_cache else None
         self.pool = Pool(parts.cache.pages, parts.cache.page_size, unit)
         self._events, self._watch = None, Watch()
+        self.auto = Auto(self)
 
     @classmethod
     def load(
-        cls, target=None, draft=None, shape=None, *, shapes=(), graphs="auto", progress=None, announce=None, **options
-    ):
+        cls, target=None, draft=None, shape=None, *, shapes=(), costs=None, graphs="auto", progress=None, announce=None,
+        **options,
+    ):  # fmt: skip
         """Load a pair of checkpoints.
 
         Args:
             target, draft: directory or hub id; draft also "random:NAME" or None (plain decoding).
-            shape: Shape of a cycle; default (3, 1, 4) with a draft, plain without.
-            shapes: Shapes to prepare ahead; graphs: "auto", "required", "off".
+            shape: Shape of a cycle; default (3, 1, 4) with a draft, plain without; "auto": before each cycle the one of
+            most expected tokens per second.
+            shapes: Shapes to prepare ahead; with "auto" those it may take besides plain decoding, engine.auto.GRID by
+            default. costs: engine.cost.CostTable that "auto" goes by, None: measured, or kept from an earlier start.
+            graphs: "auto", "required", "off".
             progress: callable(bytes done, bytes in all); announce: callable(line), told the memory needed and there
             before a weight is read; options: the other fields of engine.loading.Options.
 
@@ -59,9 +67,10 @@ class Engine:
         options = Options(**paths, **options)
         parts = load(options, progress, announce)
         engine = cls(parts, options, shape or (DEFAULT_SHAPE if parts.drafter is not None else PLAIN), graphs)
+        engine.auto = Auto(engine, tuple(shapes), costs)
         for ahead in (engine.shape, *shapes):
             engine._check(ahead)
-        for ahead in shapes:
+        for ahead in shapes if shape != AUTO else (AUTO,):
             engine.prepare(ahead)
         return engine
 
@@ -73,10 +82,10 @@ class Engine:
         self._idle()
         self._check(shape)
         self._look()
-        detail, rule = wanted(samplings) is not None, rule_of(samplings)
-        drafter = None if shape == PLAIN else self.parts.drafter
-        stamped = profile is not None
-        self.programs.prepare(self._batch(requests), shape, drafter, detail=detail, stamped=stamped, rule=rule)
+        batch, rule = self._batch(requests), rule_of(samplings)
+        chooser = self._chooser(shape, batch, rule)
+        detail, stamped = wanted(samplings) is not None, profile is not None
+        self.programs.prepare(batch, chooser.shapes, detail=detail, stamped=stamped, rule=rule)
 
     def _batch(self, requests):
         """Slots for so many requests: a power of two, at most max_batch."""
@@ -106,6 +115,7 @@ class Engine:
                 raise Refused(f"drafter: {kind} has no {name}(); supported: the protocol of engine.drafters, or None")
         if drafter is not self.parts.drafter:
             self.programs.drop(self.parts.drafter)
+            self.auto.forget()
             self.pool.forget()  # its prefixes hold the old one's rows
             self.parts.drafter = drafter
             self.parts.cache.adopt("draft", getattr(drafter, "cache_rows", None))
@@ -170,7 +180,7 @@ class Engine:
 
         Args:
             prompt: text, list of ids, list of messages, or a list of those; sampling: Sampling, or one for each.
-            shape: Shape for this call; profile: engine.profile.Profile that takes the stages' times.
+            shape: Shape for this call, or "auto"; profile: engine.profile.Profile that takes the stages' times.
 
         Returns:
             Result (engine.request), or a list of them in the order of the prompts.
@@ -183,7 +193,7 @@ class Engine:
         with contextlib.closing(self._session(requests, shape, profile=profile)) as events:
             for _ in events:
                 pass
-        results = [request.result(shape) for request in requests]
+        results = [request.result(PLAIN if shape == AUTO else shape) for request in requests]
         for result in results:
             result.stats = statistics(result)
         return results if several else results[0]
@@ -232,12 +242,26 @@ class Engine:
         return Request(index, ids, sampling, frozenset(own) | set(sampling.stop_ids), limit, self.parts.text)
 
     def _session(self, requests, shape, detail=False, profile=None):
-        """Check that all of it can be served, then hand out the events' generator."""
+        """The events' generator; requests: of `_requests`, shape: a Shape or AUTO."""
         self._idle()
         self._check(shape)
         batch = self._batch(len(requests))
+        chooser = self._chooser(shape, batch, rule_of(r.sampling for r in requests))
+        return self._events_of(requests, batch, chooser, detail, profile)
+
+    def run(self, prompts, samplings, chooser, *, profile=None, details=False):
+        """As `stream_all`, each cycle's shape chosen by `chooser` (engine.chooser)."""
+        self._idle()
+        requests = self._requests(prompts, samplings)
+        return self._events_of(requests, self._batch(len(requests)), chooser, details, profile)
+
+    def _chooser(self, shape, batch, rule):
+        return self.auto.chooser(batch, rule) if shape == AUTO else Fixed(shape)
+
+    def _events_of(self, requests, batch, chooser, detail, profile):
+        """Check that all of it can be served, then hand out the events' generator."""
         chunk = self.options.prefill_chunk
-        session = Session(self.programs, self.pool, requests, batch, shape, chunk, detail=detail, profile=profile)
+        session = Session(self.programs, self.pool, requests, batch, chooser, chunk, detail=detail, profile=profile)
         rows = [session.rows(request) for request in requests]
         for index, need in enumerate(rows):
             with _named(index, len(rows)):
@@ -248,6 +272,7 @@ class Engine:
         self._idle()
         self._look()
         session.state.widen(columns)
+        session.prepare()
         self._events = session.events()
         yield from self._events
 
@@ -258,8 +283,10 @@ class Engine:
 
     def _check(self, shape):
         """Refused where this pair cannot run `shape`."""
+        if shape == AUTO:
+            return self.auto.candidates()
         if not isinstance(shape, Shape):
-            raise Refused(f"shape: {shape!r}; supported: engine.Shape(steps, topk, draft_tokens)")
+            raise Refused(f"shape: {shape!r}; supported: engine.Shape(steps, topk, draft_tokens), or {AUTO!r}")
         if shape.steps and self.parts.drafter is None:
             raise Refused(f"shape {shape}: needs a draft, and there is none; supported without: {PLAIN}")
         if shape.rows_past_prefix > self.options.reserve:
@@ -267,6 +294,14 @@ class Engine:
         if (vocabulary := getattr(getattr(self.parts.drafter, "config", None), "draft_vocab", None)) is not None:
             if shape.topk > vocabulary:
                 raise Refused(f"shape {shape}: topk is {shape.topk}, the draft vocabulary has {vocabulary} tokens")
+
+    def fits(self, shape):
+        """Whether this pair can run `shape`."""
+        try:
+            self._check(shape)
+        except Refused:
+            return False
+        return True
 
 
 def _several(prompt):

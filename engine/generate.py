@@ -12,6 +12,8 @@ from tqdm import tqdm
 from weights.config import Refused
 
 from . import launch, options, prompts, report
+from .auto import AUTO
+from .compare import Taken, comparison, turns
 from .engine import Engine
 from .profile import Profile
 from .request import Sampling
@@ -20,6 +22,7 @@ from .session import NonFinite
 from .shape import PLAIN
 from .tp import launched
 
+ROUNDS = 3  # of a comparison
 WARM_UP = 8  # tokens decoded each way before a comparison is timed
 SMALL = 256 << 20  # bytes of weights below which CPU threads wait for each other longer than they work
 
@@ -54,27 +57,29 @@ def run(o) -> int:
     target, draft = options.pair(o)
     shape = options.shape(o, draft)
 
-    engine = load(o, target, draft, shape)
+    engine = load(o, target, draft, None if shape == AUTO else shape)
     say(report.loaded(engine.parts))
     if engine.parts.device.type == "cpu" and sum(part.nbytes for part in engine.parts.reports) < SMALL:
         torch.set_num_threads(1)
     requests = [(encode(engine, prompt), how) for prompt, how in zip(given, samplings, strict=True)]
-    before, compare = {}, None
-    if o.compare:
-        for warm in (PLAIN, shape):
-            decode(engine, [(requests[0][0], sampling(o, None, WARM_UP))], warm, Quiet())
-        before = launches(engine)
-        plain = decode(engine, requests, PLAIN, Quiet())
     out = Typewriter() if o.batch == 1 else InOrder()
     profile = Profile() if o.profile else None
     engine.prepare(shape, len(requests), profile=profile, samplings=samplings)
+    if shape == AUTO:
+        say([f"shape auto: one of {', '.join(map(str, engine.auto.candidates()))} a cycle; costs {engine.auto.said()}"])
+    if o.compare:
+        for warm in (PLAIN, shape):
+            decode(engine, [(requests[0][0], sampling(o, None, WARM_UP))], warm, Quiet())
+    before, compare = launches(engine), None
     done = decode(engine, requests, shape, out, profile)
     if o.compare:
-        compare = report.comparison(plain, done, drawn=isinstance(rule_of(samplings), Sampled))
+        drawn = isinstance(rule_of(samplings), Sampled)
+        compare = comparison(*interleaved(engine, requests, shape, o.batch), drawn=drawn)
     say(report.decoded(done, compare, sum(prompt.templated for prompt in given)))
     if o.stats is not None and engine.parts.tp.rank == 0:
         graphs = [entry | since(entry, before) for entry in engine.graphs.report()]
-        document = report.document(done, engine.parts, graphs, engine.graphs.capture_ms, compare)
+        shapes = report.changes(done.results) if shape == AUTO else ()
+        document = report.document(done, engine.parts, graphs, engine.graphs.capture_ms, compare, shapes)
         Path(o.stats).write_text(json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
     return 0
 
@@ -145,7 +150,7 @@ def decode(engine: Engine, requests: list[tuple[list[int], Sampling]], shape, ou
             out.show(event)
             request = event.request
             if request.finished:
-                results[request.index] = request.result(shape)
+                results[request.index] = request.result(PLAIN if shape == AUTO else shape)
                 spans[request.index] = (request.first, request.last)
     except (KeyboardInterrupt, NonFinite):
         out.stop()
@@ -154,6 +159,18 @@ def decode(engine: Engine, requests: list[tuple[list[int], Sampling]], shape, ou
     order = sorted(results)
     stages = None if profile is None else profile.medians()
     return report.Run([results[i] for i in order], [spans[i] for i in order], after - before, stages)
+
+
+def interleaved(engine: Engine, requests: list[tuple[list[int], Sampling]], shape, batch: int) -> list[Taken]:
+    """The requests decoded plainly and with `shape` in turn, one by one where they run one by one, each in ROUNDS."""
+    units = [[request] for request in requests] if batch == 1 else [requests]
+    taken, expected = {way: Taken() for way in (PLAIN, shape)}, {}
+    work = list(turns(taken, len(units), ROUNDS))
+    for turn, unit, way in tqdm(work, desc="compare", unit="", disable=None, leave=False):
+        done = decode(engine, units[unit], way, Quiet())
+        ids = [result.token_ids for result in done.results]
+        taken[way].add(turn, done.results, 1e3 * done.decode_seconds, expected.setdefault(unit, ids))
+    return list(taken.values())
 
 
 def launches(engine: Engine) -> dict[tuple[int, str], tuple[int, int]]:

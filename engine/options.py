@@ -6,6 +6,7 @@ from pathlib import Path
 
 from weights.config import Refused
 
+from .auto import AUTO
 from .graph import MODES
 from .loading import DTYPES, Options
 from .plan import DRAFT_TP
@@ -67,7 +68,6 @@ FOREIGN = {
 }
 # Options whose work is not built: why they are refused, and what is there instead.
 ABSENT = {
-    "shape": "the engine does not choose a shape itself; supported: --steps S --topk K --draft-tokens D",
     "tp_slice": "a share of a tensor-parallel model cannot be built; supported: --random NAME --layers N",
 }
 
@@ -115,7 +115,7 @@ def parser() -> Parser:
     add("--steps", type=least(0), metavar="S", help="draft passes a cycle; default 3; 0 is plain decoding")
     add("--topk", type=least(1), metavar="K", help="candidates a draft pass; default 1, a chain")
     add("--draft-tokens", type=least(1), metavar="D", help="nodes verified, the root counted; default 1 + steps * topk")
-    add("--shape", metavar="auto", help="not supported: let the engine choose steps, topk and draft tokens")
+    add("--shape", metavar="auto", help="before each cycle the shape of most expected tokens per second, plain or not")
     add("--max-new-tokens", type=least(0), default=Sampling.max_new_tokens, metavar="N", help="default %(default)s")
     add("--stop", action="append", default=[], metavar="STR", help="end the text before STR; repeatable")
     add("--stop-id", action="append", default=[], type=least(0), metavar="N", help="end with token N; repeatable")
@@ -193,6 +193,10 @@ def _conflicts(o: argparse.Namespace):
     yield nothing, "--no-check: there is no draft to check; supported: with --draft DIR|HUB_ID"
     yield o.tp == 1 and o.draft_tp != "auto", f"--draft-tp {o.draft_tp}: needs --tp above 1; supported: auto"
     yield o.tp == 1 and o.expert_parallel, "--expert-parallel: needs --tp above 1; supported: leave it out"
+    yield o.shape not in (None, AUTO), f"--shape {o.shape}: supported: {AUTO}; a shape is {SHAPE}"
+    for name in ("steps", "topk", "draft_tokens"):
+        given, option = getattr(o, name), f"--{name.replace('_', '-')}"
+        yield o.shape and given is not None, f"--shape {o.shape} and {option} {given}: supported: one of them"
     for name in ("top_k", "top_p", "min_p", "seed"):
         value, option = getattr(o, name), f"--{name.replace('_', '-')}"
         yield (
@@ -210,10 +214,14 @@ def pair(o: argparse.Namespace) -> tuple[str | None, str]:
     return target, o.draft or (str(DEMO / "draft") if demo else "none")
 
 
-def shape(o: argparse.Namespace, draft: str) -> Shape:
-    """The Shape asked for. Raises Refused where it cannot be, or where nothing is drafted."""
+def shape(o: argparse.Namespace, draft: str) -> Shape | str:
+    """The Shape asked for, or AUTO. Raises Refused where it cannot be, or where nothing is drafted."""
     asked = {name: getattr(o, name) for name in ("steps", "topk", "draft_tokens") if getattr(o, name) is not None}
+    if o.shape == AUTO and draft != "none":
+        return AUTO
     if draft == "none":
+        if o.shape == AUTO:
+            raise Refused(f"--shape {AUTO}: there is no draft; supported: with --draft DIR|HUB_ID")
         for name, value in asked.items():
             if value > (name != "steps"):
                 raise Refused(

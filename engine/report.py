@@ -2,6 +2,7 @@
 Everything is counted after the cuts; what was not measured is null, never 0 or nan."""
 
 import importlib.metadata
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -147,23 +148,26 @@ class Run:
         }
 
 
-def comparison(plain: Run, speculative: Run, drawn: bool = False) -> dict:
-    """The same requests decoded both ways; speedup null where either was not measured. `drawn`: tokens were sampled, so
-    that other ids say nothing (identical null)."""
-    before, after, same = plain.tokens_per_second, speculative.tokens_per_second, None if drawn else False
-    return {
-        "plain_tokens_per_second": before,
-        "speculative_tokens_per_second": after,
-        "speedup": after / before if before and after else None,
-        "identical": [r.token_ids for r in plain.results] == [r.token_ids for r in speculative.results] or same,
-    }
+def changes(results: list) -> list[dict]:
+    """Where requests changed their shape: [{cycle, shape}], `cycle` counted from 0 over the request's own cycles; of
+    several requests each entry names its `request`."""
+    found = []
+    for index, result in enumerate(results):
+        before = None
+        for cycle, shape in enumerate(result.shapes):
+            if shape != before:
+                which = {"request": index} if len(results) > 1 else {}
+                found.append(which | {"cycle": cycle, "shape": str(shape)})
+            before = shape
+    return found
 
 
-def document(run: Run, parts, graphs: list[dict], capture_ms: float, compare: dict | None = None) -> dict:
+def document(run: Run, parts, graphs: list[dict], capture_ms: float, compare: dict | None = None, shapes=()) -> dict:
     """The statistics of a run, ready for JSON.
 
     Args:
-        parts: engine.loading.Parts; graphs, capture_ms: of engine.graph.Graphs; compare: a `comparison`.
+        parts: engine.loading.Parts; graphs, capture_ms: of engine.graph.Graphs; compare: of engine.compare; shapes:
+        `changes`, where the shape chose itself.
     """
     capture, reports = parts.capture, parts.reports
     return {
@@ -173,7 +177,7 @@ def document(run: Run, parts, graphs: list[dict], capture_ms: float, compare: di
         **run.acceptance.report(),
         "graphs": graphs,
         "compare": compare,
-        "shapes": [],
+        "shapes": list(shapes),
         "capture_layers": capture and {"boundaries": list(capture.boundaries), "source": capture.source},
         "weights": {
             "borrowed": [name for report in reports for name, _ in report.borrowed],
@@ -181,16 +185,21 @@ def document(run: Run, parts, graphs: list[dict], capture_ms: float, compare: di
             "unexpected": [name for report in reports for name in report.unexpected],
             "guessed": [guess for report in reports for guess in report.guessed],
         },
-        "environment": {
-            "gpu": torch.cuda.get_device_name(parts.device) if parts.device.type == "cuda" else None,
-            "torch": torch.__version__,
-            "triton": importlib.metadata.version("triton"),
-            "tp": parts.tp.size,
-            "dtype": str(parts.dtype).removeprefix("torch."),
-            "kernels": parts.kernels,
-            **parallel(parts),
-            **nccl(),
-        },
+        "environment": environment(parts),
+    }
+
+
+def environment(parts) -> dict:
+    """Where a loaded pair (engine.loading.Parts) runs, and on what."""
+    return {
+        "gpu": torch.cuda.get_device_name(parts.device) if parts.device.type == "cuda" else None,
+        "torch": torch.__version__,
+        "triton": importlib.metadata.version("triton"),
+        "tp": parts.tp.size,
+        "dtype": str(parts.dtype).removeprefix("torch."),
+        "kernels": parts.kernels,
+        **parallel(parts),
+        **nccl(),
     }
 
 
@@ -222,7 +231,7 @@ def loaded(parts) -> list[str]:
 
 def decoded(run: Run, compare: dict | None, templated: int) -> list[str]:
     """What a person should know of a run. `templated`: requests that went through the chat template."""
-    counts, shape = run.acceptance, run.results[0].shape
+    counts, ran = run.acceptance, Counter(shape for result in run.results for shape in result.shapes)
     total, new = sum(r.prompt_tokens for r in run.results), sum(len(r.token_ids) for r in run.results)
     several = f"{len(run.results)} prompts, " if len(run.results) > 1 else ""
     template = f"chat template applied to {templated}" if templated else "raw, no chat template"
@@ -235,15 +244,25 @@ def decoded(run: Run, compare: dict | None, templated: int) -> list[str]:
         depths = " ".join(f"{rate:.2f}" for rate in counts.by_position)
         lines.append(
             f"accept length {counts.length:.2f} ({counts.length_drafts:.2f} without the bonus token) "
-            f"over {counts.cycles} cycles of shape {shape}; accept rate {counts.rate:.2f}, by position {depths}"
+            f"over {counts.cycles} cycles of {_names(ran)}; accept rate {counts.rate:.2f}, by position {depths}"
         )
     if run.stages is not None and run.stages["cycle"] is not None:
         parts = ", ".join(f"{stage} {run.stages[stage]:.3f}" for stage in (*Cycle.stages, "gap") if run.stages[stage])
         lines.append(f"a cycle takes {run.stages['cycle']:.3f} ms (median): {parts}")
     if compare is not None and compare["speedup"]:
         same = {True: "the same ids", False: "DIFFERENT ids", None: "other draws"}[compare["identical"]]
+        spread = f"{min(compare['speedup_by_round']):.2f} to {max(compare['speedup_by_round']):.2f} by round"
         lines.append(
             f"plain {compare['plain_tokens_per_second']:.1f} tokens/s, with speculation "
-            f"{compare['speculative_tokens_per_second']:.1f}: {compare['speedup']:.2f}x, {same}"
+            f"{compare['speculative_tokens_per_second']:.1f}: {compare['speedup']:.2f}x, {same} ({spread})"
         )
     return lines
+
+
+def _names(ran: Counter) -> str:
+    """Shapes by how many cycles they ran."""
+    if len(ran) == 1:
+        return f"shape {next(iter(ran))}"
+    several = ran.most_common(4)
+    more = f" and {len(ran) - 4} more" if len(ran) > 4 else ""
+    return f"shapes {', '.join(f'{shape} ({count})' for shape, count in several)}{more}"

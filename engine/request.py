@@ -3,11 +3,13 @@
 import hashlib
 import math
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 from weights.config import Refused
 
 from .buffers import State
+from .shape import Shape
 from .text import Stream
 
 
@@ -67,7 +69,8 @@ class Sampling:
 
 @dataclass
 class Result:
-    """What a request came to. `cycles` holds one (emitted, matched, steps) for every cycle that emitted something."""
+    """What a request came to. `cycles` holds one (emitted, matched, steps) for every cycle that emitted something,
+    `shapes` the shape of each; `shape` is that of most of them."""
 
     prompt_tokens: int
     token_ids: list[int]
@@ -79,6 +82,7 @@ class Result:
     prefill_ms: float | None
     first_token_ms: float | None
     decode_ms: float | None
+    shapes: list[Shape] = field(default_factory=list)
     logprobs: list[dict] | None = None  # one for each token: {token_id, logprob, top: [[id, logprob], ...]}
     reused_tokens: int = 0  # of the prompt: their rows were in the cache
     stats: dict = field(default_factory=dict)
@@ -99,7 +103,7 @@ class Request:
             raise Refused(f"stop is {list(sampling.stop)!r}, but this checkpoint has no tokenizer; supported: stop_ids")
         self.index, self.ids, self.sampling, self.end_ids, self.limit = index, ids, sampling, end_ids, limit
         self.stream = None if text is None else Stream(text, sampling.stop)
-        self.token_ids, self.cycles, self.pages = [], [], []
+        self.token_ids, self.cycles, self.shapes, self.pages = [], [], [], []
         self.logprobs = None if sampling.logprobs is None else []
         self.finish_reason, self.stop = (None, None) if limit else ("length", None)
         self.prefill_ms, self.reused = None, 0  # rows of its prompt that were in the cache
@@ -129,11 +133,11 @@ class Request:
         self.logprobs += logprobs
         return logprobs
 
-    def receive(self, tokens, matched=0, steps=None):
-        """Take what a cycle emitted, up to the first cut; steps None: the prefill's own token, in no cycle.
+    def receive(self, tokens, matched=0, shape=None):
+        """Take what a cycle emitted, up to the first cut; shape None: the prefill's own token, in no cycle.
 
         Args:
-            tokens: ids emitted; matched: how many of them were drafted; steps: draft passes of the cycle's shape.
+            tokens: ids emitted; matched: how many of them were drafted; shape: the cycle's.
 
         Returns:
             (tokens kept, text released); text None without a tokenizer.
@@ -148,10 +152,11 @@ class Request:
             if self.finished:
                 break
         self.last = time.perf_counter()
-        if steps is None:
+        if shape is None:
             self.first = self.last
         elif kept:
-            self.cycles.append((len(kept), min(matched, len(kept)), steps))
+            self.cycles.append((len(kept), min(matched, len(kept)), shape.steps))
+            self.shapes.append(shape)
         if self.finished and self.stream is not None:
             pieces.append(self.stream.finish())
         return kept, None if self.stream is None else "".join(pieces)
@@ -165,8 +170,9 @@ class Request:
             self.finish_reason = "length"
 
     def result(self, shape):
-        """The finished request as a Result."""
+        """The finished request as a Result; shape: its own where no cycle ran."""
         started = bool(self.token_ids)
+        ran = Counter(self.shapes).most_common(1)
         return Result(
             prompt_tokens=len(self.ids),
             token_ids=self.token_ids,
@@ -174,7 +180,8 @@ class Request:
             finish_reason=self.finish_reason,
             stop=self.stop,
             cycles=self.cycles,
-            shape=shape,
+            shape=ran[0][0] if ran else shape,
+            shapes=self.shapes,
             prefill_ms=self.prefill_ms,
             first_token_ms=(self.first - self.began) * 1e3 if started else None,
             decode_ms=(self.last - self.first) * 1e3 if started else None,

@@ -10,15 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from .buffers import BACKLOG, State, Tree
-from .cycle import CatchUp, Cycle, prefill
-from .layers.view import view
+from .buffers import MAX_NODES
+from .cycle import Cycle, prefill
 from .logprobs import Logprobs, wanted
-from .profile import Stamped
-from .rules import Greedy, rule_of
+from .rules import rule_of
 from .shape import PLAIN
-
-GREEDY = Greedy()
 
 
 class NonFinite(RuntimeError):
@@ -54,90 +50,31 @@ class Event:
     logprobs: list[dict] | None = None
 
 
-class Programs:
-    """States, trees and cycles by (batch, shape, rule and what is kept), allocated on first use.
-
-    Args:
-        parts: engine.loading.Parts; columns: width of the page table; graphs: engine.graph.Graphs.
-    """
-
-    def __init__(self, parts, columns, graphs):
-        self.parts, self.columns, self.graphs = parts, columns, graphs
-        self.states, self.cycles, self.catch_ups, self.views = {}, {}, {}, {}
-
-    def state(self, batch):
-        """The State of `batch` slots."""
-        if batch not in self.states:
-            p = self.parts
-            self.states[batch] = State.allocate(batch, self.columns, p.target.features, p.dtype, p.device)
-        return self.states[batch]
-
-    def cycle(self, batch, shape, drafter, *, detail, stamped, rule=GREEDY):
-        """The cycle of one shape; `drafter` None remembers nothing for a drafter, `detail` keeps all logits, `stamped`
-        times its stages."""
-        detail = detail or rule.logits
-        key = (batch, shape, id(drafter), rule, detail, stamped)
-        if key not in self.cycles:
-            p = self.parts
-            vocabulary = p.target.head.vocabulary if detail else None
-            tree = Tree.allocate(batch, shape, p.target.features, p.dtype, p.device, vocabulary, rule)
-            cycle = Cycle(p.target, drafter, p.cache, self.state(batch), tree, p.ops, p.tp)
-            self.cycles[key] = Stamped(cycle, p.ops.stamp) if stamped else cycle
-        return self.cycles[key]
-
-    def drop(self, drafter):
-        """Let go of a drafter: its cycles and their captures."""
-        own = [(programs, key, at) for programs, at in ((self.cycles, 2), (self.catch_ups, 1)) for key in programs]
-        gone = [programs.pop(key) for programs, key, at in own if drafter is not None and key[at] == id(drafter)]
-        self.graphs.forget(gone)
-        self.views.pop(id(drafter), None)
-
-    def forget(self):
-        """Drop captures and views: tensors of the models have been replaced."""
-        self.graphs.forget()
-        self.views.clear()
-
-    def for_prompts(self, drafter):
-        """The target and a drafter (or None) as a prompt's passes call them: the same weights, maybe other kernels."""
-        return tuple(self._view(model) for model in (self.parts.target, drafter))
-
-    def _view(self, model):
-        if self.parts.prompt_ops is self.parts.ops:
-            return model
-        if id(model) not in self.views or self.views[id(model)][0] is not model:
-            self.views[id(model)] = model, view(model, self.parts.prompt_ops)
-        return self.views[id(model)][1]
-
-    def prepare(self, batch, shape, drafter, *, detail=False, stamped=False, rule=GREEDY):
-        """Capture the cycle of one shape ahead of its first use."""
-        cycle = self.cycle(batch, shape, drafter, detail=detail, stamped=stamped, rule=rule)
-        self.graphs.prepare(cycle, batch, shape, Cycle.stages)
-
-    def catch_up(self, batch, drafter):
-        """Extend the drafter over its backlog."""
-        key = (batch, id(drafter))
-        if key not in self.catch_ups:
-            self.catch_ups[key] = CatchUp(drafter, self.parts.cache, self.state(batch))
-        self.graphs.run(self.catch_ups[key], batch, "catch-up", CatchUp.stages)
-
-
 class Session:
     """Runs a list of requests to their ends, `batch` at a time.
 
-    `shape` may be assigned between events, to one of `others` too: the next cycle takes it, and the drafter catches up
-    first where it must. With others, plain cycles keep the drafter's backlog. profile: an engine.profile.Profile that
-    takes the stages' times, or None.
+    chooser: names the shape of each cycle (engine.auto); the drafter catches up first where it must. Where any of its
+    shapes drafts, plain cycles keep the drafter's backlog. profile: an engine.profile.Profile that takes the stages'
+    times, or None.
     """
 
-    def __init__(self, programs, pool, requests, batch, shape, prefill_chunk, *, detail=False, others=(), profile=None):
+    def __init__(self, programs, pool, requests, batch, chooser, prefill_chunk, *, detail=False, profile=None):
         self.programs, self.pool, self.parts = programs, pool, programs.parts
         self.requests, self.names = list(requests), {}
-        self.waiting, self.batch, self.shape, self.chunk = deque(requests), batch, shape, prefill_chunk
-        self.detail, self.follow, self.profile = detail, any(s != PLAIN for s in others), profile
-        self.margin = max(s.rows_past_prefix for s in (shape, *others))
+        self.waiting, self.batch, self.chooser, self.chunk = deque(requests), batch, chooser, prefill_chunk
+        self.detail, self.profile = detail, profile
+        self.drafter = self.parts.drafter if any(s != PLAIN for s in chooser.shapes) else None
+        self.margin = max(s.rows_past_prefix for s in chooser.shapes)
         self.state, self.slots = programs.state(batch), [None] * batch
         self.rule, self.logprobs = rule_of(r.sampling for r in requests), wanted(r.sampling for r in requests)
         self.lag = 1  # rows the drafter may be behind, at most
+
+    def prepare(self):
+        """Capture every shape that may come, so that no cycle has to wait for it."""
+        if len(self.chooser.shapes) > 1:
+            stamped = self.profile is not None
+            shapes = self.chooser.shapes
+            self.programs.prepare(self.batch, shapes, detail=self._logits(), stamped=stamped, rule=self.rule)
 
     def events(self):
         """Generator of Event; closing it frees every page and empties every slot."""
@@ -176,10 +113,9 @@ class Session:
 
     def _names(self, request):
         """Names of the blocks of its prompt, for reuse; worked out once, however long it waits."""
-        key = (request.index, self._drafter() is not None)
-        if key not in self.names:
-            self.names[key] = self.pool.names(request.ids, key[1])
-        return self.names[key]
+        if request.index not in self.names:
+            self.names[request.index] = self.pool.names(request.ids, self.drafter is not None)
+        return self.names[request.index]
 
     def rows(self, request):
         """Cache rows a request can ever need: the committed ones, and what the widest cycle writes past them."""
@@ -191,7 +127,7 @@ class Session:
         tokens = torch.tensor([request.ids], device=p.device)
         table = torch.zeros(1, s.pages.shape[1], dtype=torch.int32, device=p.device)
         table[0, : len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32, device=p.device)
-        target, drafter = self.programs.for_prompts(self._drafter())
+        target, drafter = self.programs.for_prompts(self.drafter)
         logits = torch.zeros(1, target.head.vocabulary, device=p.device) if self._logits() else None
         best, lse, feature = prefill(target, drafter, p.cache, tokens, table, self.chunk, request.reused, logits)
         if not bool(torch.isfinite(lse)):
@@ -213,24 +149,20 @@ class Session:
         """Whether whole rows of logits are needed."""
         return self.detail or self.logprobs is not None or self.rule.logits
 
-    def _drafter(self):
-        """The drafter, unless nothing will ever be drafted."""
-        return self.parts.drafter if self.shape != PLAIN or self.follow else None
-
     def _launch(self):
-        shape = self.shape
-        if shape != PLAIN and self.lag > shape.path:
-            self.programs.catch_up(self.batch, self.parts.drafter)
-            self.lag = 1
-        elif shape == PLAIN and self.follow and self.lag + 1 > BACKLOG:
-            self.programs.catch_up(self.batch, self.parts.drafter)
+        shape = self.chooser.choose([r for r in self.slots if r and not r.finished], self.lag)
+        behind = self.drafter is not None and self.lag > (self.chooser.backlog - 1 if shape == PLAIN else shape.path)
+        if behind:
+            catch_up = self.programs.catch_up(self.batch, self.drafter, self.lag - 1)
+            self.programs.graphs.run(catch_up, self.batch, "catch-up", catch_up.stages)
             self.lag = 1
         stamped = self.profile is not None
         keep = self._logits()
-        cycle = self.programs.cycle(self.batch, shape, self._drafter(), detail=keep, stamped=stamped, rule=self.rule)
+        cycle = self.programs.cycle(self.batch, shape, self.drafter, detail=keep, stamped=stamped, rule=self.rule)
         self.programs.graphs.run(cycle, self.batch, shape, Cycle.stages)
         self.lag = shape.path if shape != PLAIN else self.lag + 1
-        report = Report(self.state, list(self.slots), shape)
+        branch = self.chooser.look(cycle.tree)
+        report = Report(self.state, list(self.slots), shape, behind, branch)
         if self.detail:
             report.tree = {n: getattr(cycle.tree, n).clone() for n in DETAILS}
         if self.logprobs is not None:
@@ -248,9 +180,12 @@ class Session:
         for slot, request in enumerate(report.requests):
             if request is None or request.finished:
                 continue
-            emitted, count, matched, _, fault = rows(slot)
+            emitted, count, matched, _, fault, agreed, compared = rows(slot)
+            if report.caught_up:
+                self.chooser.foreseen(request, agreed, compared)
             if count:
-                kept, text = request.receive(emitted[:count], matched, report.shape.steps)
+                self.chooser.cycle(request, slot, report.shape, matched, report.branch)
+                kept, text = request.receive(emitted[:count], matched, report.shape)
                 numbers, most = report.logprobs, request.sampling.logprobs or 0
                 logprobs = request.note(numbers and numbers.entries(slot, kept, most))
                 yield Event(request, kept, text, *self._details(report, slot, len(kept)), logprobs)
@@ -292,10 +227,11 @@ DETAILS = ("tokens", "parents", "depths", "target_ids", "aux", "logits", "path")
 
 
 class Report:
-    """What one launched cycle will have emitted, on its way to the host."""
+    """What one launched cycle will have emitted, on its way to the host; caught_up: a catch-up went before it; branch:
+    what the chooser wants to know of its tree."""
 
-    def __init__(self, state, requests, shape):
-        self.requests, self.shape = requests, shape
+    def __init__(self, state, requests, shape, caught_up, branch):
+        self.requests, self.shape, self.caught_up, self.branch = requests, shape, caught_up, branch
         self.tree = self.stamps = self.logprobs = self.event = None
         if state.report.is_cuda:
             self.block = torch.empty(state.report.shape, dtype=torch.int64, pin_memory=True)
@@ -306,9 +242,8 @@ class Report:
             self.block = state.report.clone()
 
     def rows(self):
-        """Function of a slot: (emitted list, accept_len, matched, done, fault)."""
+        """Function of a slot: (emitted list, accept_len, matched, done, fault, agreed, compared)."""
         if self.event is not None:
             self.event.synchronize()
         block = self.block.tolist()
-        width = len(block[0]) - 4
-        return lambda slot: (block[slot][:width], *block[slot][width:])
+        return lambda slot: (block[slot][:MAX_NODES], *block[slot][MAX_NODES:])

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from bench import cost, reading, results
-from bench.cost import CostTable, Fit, distinct
 from bench.results import Figure, Workload
 from engine import Shape
+from engine.cost import CostTable, Fit, distinct
 from weights.config import Refused
 
 DEPLOYMENT = {"plain": 11.1, "verify": {"6": 28.7, "3": 25.6}, "rest": 1.2}

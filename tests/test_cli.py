@@ -227,8 +227,8 @@ def test_compare(cli, pair):
     assert compare["identical"] and compare["speedup"] == pytest.approx(
         compare["speculative_tokens_per_second"] / compare["plain_tokens_per_second"]
     )
-    assert {entry["shape"]: entry["eager"] for entry in stats["graphs"]} == {"0-1-1": 20, "3-1-4": 5}
-    assert "x, the same ids" in err
+    assert {entry["shape"]: entry["eager"] for entry in stats["graphs"]} == {"0-1-1": 60, "3-1-4": 20}
+    assert len(compare["speedup_by_round"]) == 3 and "x, the same ids (" in err and "by round" in err
 
 
 def test_without_a_tokenizer_ids_are_served(cli, kit, tmp_path):
@@ -286,7 +286,9 @@ BAD = {
     "": "no prompt: give PROMPT or --prompt-file FILE",
     "x y": "'y' after the prompt: a prompt is one argument",
     "x --prompt-file z": "both PROMPT and --prompt-file",
-    "x --shape auto": "--shape auto: ",
+    "x --shape 3-1-4": "--shape 3-1-4: supported: auto; a shape is --steps S",
+    "x --shape auto --topk 2": "--shape auto and --topk 2: supported: one of them",
+    "x --shape auto --draft none": "--shape auto: there is no draft",
     "x --steps two": "--steps: 'two' is not supported; supported: whole numbers from 0",
     "x --steps -1": "--steps: '-1' is not supported",
     "x --topk 0": "--topk: '0' is not supported",

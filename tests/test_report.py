@@ -2,7 +2,8 @@
 
 import pytest
 
-from engine.report import Acceptance, Run, comparison, decoded
+from engine.compare import Taken, comparison, turns
+from engine.report import Acceptance, Run, changes, decoded
 from engine.request import Result
 from engine.shape import Shape
 
@@ -44,12 +45,17 @@ def test_positions_count_the_cycles_that_drafted_that_far():
     assert counts.rate == 4 / 7
 
 
-def result(new):
-    """A request of `new` tokens."""
+def result(new, shapes=()):
+    """A request of `new` tokens; shapes: of its cycles."""
     ids, shape = list(range(new)), Shape(3, 1, 4)
-    return Result(
-        3, ids, "", "length", None, cycles=[], shape=shape, prefill_ms=None, first_token_ms=2.0, decode_ms=None
-    )
+    none = dict(prefill_ms=None, first_token_ms=2.0, decode_ms=None)
+    return Result(3, ids, "", "length", None, cycles=[], shape=shape, shapes=list(shapes), **none)
+
+
+def taken(*speeds, tokens=100, same=True):
+    """100 tokens a round at these speeds."""
+    ms = [1e3 * tokens / speed if speed else 0.0 for speed in speeds]
+    return Taken([tokens] * len(ms), [tokens] * len(ms), ms, same=same)
 
 
 def test_requests_that_overlap_share_their_time():
@@ -73,15 +79,50 @@ def test_requests_that_overlap_share_their_time():
 def test_a_run_without_a_second_token_has_no_speed(new):
     run = Run([result(new)], [(1.0, 1.0)], launches=0)
     assert run.tokens_per_second is None and run.milliseconds(1.0, 0.0)["cycle"] is None
-    assert comparison(run, run) == {
+    way = taken(0.0, tokens=max(0, new - 1))
+    assert comparison(way, way) == {
         "plain_tokens_per_second": None,
         "speculative_tokens_per_second": None,
         "speedup": None,
+        "speedup_by_round": [],
         "identical": True,
     }
-    assert decoded(run, comparison(run, run), 0)[-1].endswith("ended by length")
+    assert decoded(run, comparison(way, way), 0)[-1].endswith("ended by length")
 
 
 def test_different_ids_are_called_different():
-    one, two = Run([result(5)], [(0.0, 1.0)], 1), Run([result(6)], [(0.0, 1.0)], 1)
-    assert not comparison(one, two)["identical"] and "DIFFERENT ids" in decoded(two, comparison(one, two), 0)[-1]
+    two = Run([result(6)], [(0.0, 1.0)], 1)
+    compare = comparison(taken(10.0), taken(12.0, same=False))
+    assert compare["identical"] is False and "DIFFERENT ids" in decoded(two, compare, 0)[-1]
+    assert comparison(taken(10.0), taken(12.0, same=False), drawn=True)["identical"] is None
+
+
+def test_a_comparison_keeps_its_rounds():
+    """Mutants: the mean; the best round; a speed-up of medians only, whose spread nobody sees."""
+    compare = comparison(taken(10.0, 20.0, 30.0), taken(15.0, 20.0, 60.0))
+    assert (compare["plain_tokens_per_second"], compare["speculative_tokens_per_second"]) == (20.0, 20.0)
+    assert compare["speedup"] == 1.0 and compare["speedup_by_round"] == pytest.approx([1.5, 1.0, 2.0])
+    assert "(1.00 to 2.00 by round)" in decoded(Run([result(6)], [(0.0, 1.0)], 1), compare, 0)[-1]
+
+
+def test_ways_take_turns():
+    """Fault B52: what the machine does meanwhile falls on all. Mutants: all of one way first; one way always first."""
+    order = list(turns("abc", 2, 2))
+    assert [way for _, _, way in order] == list("abcbcacababc")
+    assert [(turn, unit) for turn, unit, _ in order[::3]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    way = Taken()
+    for turn, expected in ((0, [[0, 1, 2]]), (0, [[0, 1, 2]]), (1, [[0, 1]])):
+        way.add(turn, [result(3)], 10.0, expected)
+    assert (way.tokens, way.ms, way.speed, way.same) == ([4, 2], [20.0, 10.0], [200.0, 200.0], False)
+
+
+def test_where_a_shape_changed():
+    """Mutants: every cycle listed; cycles counted over all requests; requests not told apart."""
+    a, b = Shape(3, 1, 4), Shape(0, 1, 1)
+    assert changes([result(5, [a, a, b, b, a])]) == [
+        {"cycle": 0, "shape": "3-1-4"},
+        {"cycle": 2, "shape": "0-1-1"},
+        {"cycle": 4, "shape": "3-1-4"},
+    ]
+    several = changes([result(2, [a]), result(3, [b, b])])
+    assert several == [{"request": 0, "cycle": 0, "shape": "3-1-4"}, {"request": 1, "cycle": 0, "shape": "0-1-1"}]

@@ -6,7 +6,9 @@ The Drafter protocol, which any object may follow:
 token before each [B*T, F];
 `propose(state, tree, cache)` write tree.tokens and tree.parents [B, T] (node 0 is state.root, -1: no proposal; parents
 precede children, no node deeper than tree.shape.steps) after extending over the backlog; depths and ancestor bits
-follow from the parents.
+follow from the parents;
+`foresee(batch, features, cache) -> ids`, where there is one: `extend`, and the token proposed after each row [B, T]; a
+shape that chooses itself then sees from plain decoding alone when drafting would pay.
 
 `propose` finds in State (engine.buffers) the committed rows n = seq_lens [B], the token at n in root [B], and the
 backlog of committed text it has not seen: tokens n - backlog + 1 .. n in backlog_tokens, the target's features under

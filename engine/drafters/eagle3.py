@@ -175,6 +175,11 @@ class Eagle3:
         """Rows of committed text with the target's features [B*T, F] -> hidden [B*T, h]."""
         return self.forward(batch.tokens.reshape(-1), self.fusion(features), batch, cache)
 
+    def foresee(self, batch, features, cache):
+        """`extend`, and the token it proposes after each row [B, T]."""
+        hidden = self.extend(batch, features, cache).view(*batch.tokens.shape, -1)
+        return self.best(hidden, 1)[1][..., 0]
+
     def best(self, hidden, k):
         """hidden [B, Q, h] -> logits [B, Q, k], target ids [B, Q, k], lse [B, Q]."""
         b, q, h = hidden.shape
