@@ -63,7 +63,7 @@ Experts = structure(
     i="rows columns width experts choices renormalise",
 )
 
-Int4Experts = _structure(
+Int4Experts = structure(
     "Int4Experts",
     p="x ids weights gate_up gate_up_scale down down_scale hidden residual y",
     i="rows columns width experts choices",
