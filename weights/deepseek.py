@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from weights.fields import Fields, architecture
-from weights.keys import full_attention, plain_llama
+from weights.keys import expert_groups, full_attention, plain_llama
 from weights.latent import Latent, latent_rope
 from weights.rotary import Rope
 from weights.targets import eos_ids
@@ -124,10 +124,6 @@ def _routing(fields: Fields, softmax: bool) -> dict:
         return common | {"score": "softmax", "norm_topk_prob": False, "groups": 1, "top_groups": 1}
     fields.choice("scoring_func", ("sigmoid",), "sigmoid")
     fields.choice("topk_method", ("noaux_tc",), "noaux_tc")
-    groups, kept = fields.int("n_group"), fields.int("topk_group")
-    if experts % groups or experts // groups < 2:
-        raise fields.refuse("n_group", f"a divisor of the {experts} experts that leaves two or more a group")
-    if kept > groups or kept * (experts // groups) < chosen:
-        raise fields.refuse("topk_group", f"up to {groups} groups that hold the {chosen} chosen experts")
+    groups, kept = expert_groups(fields, experts, chosen)
     norm = fields.bool("norm_topk_prob")
     return common | {"score": "sigmoid", "norm_topk_prob": norm, "groups": groups, "top_groups": kept}

@@ -49,6 +49,7 @@ class MixtralConfig(MoeConfig):
 class Glm4MoeConfig(MoeConfig):
     """A GLM-4.5 target: dense layers first, then experts chosen by sigmoid and correction, with a shared one."""
 
+    score: str  # "sigmoid", corrected for the choice
     shared_intermediate: int  # width of all shared experts together, 0: none
     groups: int
     top_groups: int
@@ -71,11 +72,12 @@ class Glm4MoeConfig(MoeConfig):
         common = decoder(fields, raw, generation, eps=1e-5, partial=0.5)
         layers, width = common["layers"], fields.int("moe_intermediate_size")
         experts = choices(fields, "n_routed_experts", "num_experts", "num_local_experts")
-        groups, top_groups = expert_groups(fields, **experts)
+        groups, top_groups = expert_groups(fields, **experts, default=1)
         return cls(
             architecture=name,
             **common,
             **experts,
+            score="sigmoid",
             groups=groups,
             top_groups=top_groups,
             expert_intermediate=width,

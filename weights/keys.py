@@ -55,10 +55,12 @@ def windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds[:layers])
 
 
-def expert_groups(fields: Fields, experts: int, experts_per_token: int) -> tuple[int, int]:
-    """(groups of experts, how many of them may be chosen from), as DeepSeek and GLM write them. Refused: groups that
-    are not equal, too small for a best two, or too few for the choice."""
-    groups, kept = fields.int("n_group", 1), fields.int("topk_group", 1)
+def expert_groups(
+    fields: Fields, experts: int, experts_per_token: int, default: int | object = REQUIRED
+) -> tuple[int, int]:
+    """(groups of experts, how many of them may be chosen from), as DeepSeek and GLM write them; `default` of both.
+    Refused: groups that are not equal, too small for a best two, or too few for the choice."""
+    groups, kept = fields.int("n_group", default), fields.int("topk_group", default)
     if experts % groups or experts // groups < 2:
         raise fields.refuse("n_group", f"a divisor of the {experts} experts that leaves two or more a group")
     if kept > groups or kept * (experts // groups) < experts_per_token:

@@ -7,6 +7,8 @@ import torch
 from kernels.routing import Routing
 from weights.formats import ExpertNames
 
+from .mlp import MLP
+
 
 @dataclass(frozen=True)
 class Router:
@@ -61,3 +63,21 @@ class MoE:
         n = self.norm
         y = self.experts.apply(self.ops, x, n.weight, n.eps, self.router, self.activation, carried)
         return y if self.shared is None else self.shared.share(x, y)
+
+
+def beside_shared(source, norm, config, weight_format, ops, tp):
+    """The block as DeepSeek and GLM write it, names below `source`: experts chosen in groups, by sigmoid and correction
+    or by softmax, beside a shared one.
+
+    config: experts, experts_per_token, expert_intermediate, score, norm_topk_prob, groups, top_groups, scale,
+    shared_intermediate (0: no shared expert), hidden, activation.
+    """
+    c, correction = config, "e_score_correction_bias" if config.score == "sigmoid" else None
+    rule = Routing(c.experts_per_token, c.norm_topk_prob, c.score, c.groups, c.top_groups, 2, c.scale)
+    router = Router.declare(source, "gate", c.experts, c.hidden, rule, correction=correction)
+    experts = weight_format.declare(source, projections, c.experts, c.hidden, c.expert_intermediate)
+    shared = None
+    if c.shared_intermediate:
+        at = source.prefixed("shared_experts.")
+        shared = MLP(at, norm, c.hidden, c.shared_intermediate, c.activation, ops, tp)
+    return MoE(norm, router, experts, c.activation, ops, tp, shared)

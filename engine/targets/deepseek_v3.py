@@ -1,11 +1,9 @@
 """DeepSeek-V3, Kimi-K2 and DeepSeek-V2-Lite: latent attention, dense layers first, then experts beside a shared one."""
 
-from kernels.routing import Routing
-
 from ..layers.block import Block
 from ..layers.mla import MLA, latent_rows
-from ..layers.mlp import MLP, dense
-from ..layers.moe import MoE, Router, projections
+from ..layers.mlp import dense
+from ..layers.moe import beside_shared
 from ..layers.norm import Norm
 from .decoder import Decoder
 
@@ -32,18 +30,7 @@ class DeepseekV3(Decoder):
         c = self.config
         attention = MLA(source.prefixed("self_attn."), norm, c.hidden, c, cos_sin, ops, tp)
         norm = Norm(source, "post_attention_layernorm", c.hidden, c.eps, ops)
-        return Block(attention, self._mlp(number, source.prefixed("mlp."), norm, ops, tp))
-
-    def _mlp(self, number, source, norm, ops, tp):
-        c = self.config
+        source = source.prefixed("mlp.")
         if number in c.dense_layers:
-            return dense(source, norm, c, ops, tp)
-        correction = "e_score_correction_bias" if c.score == "sigmoid" else None
-        rule = Routing(c.experts_per_token, c.norm_topk_prob, c.score, c.groups, c.top_groups, 2, c.scale)
-        router = Router.declare(source, "gate", c.experts, c.hidden, rule, correction=correction)
-        experts = self.experts_format.declare(source, projections, c.experts, c.hidden, c.expert_intermediate)
-        shared = None
-        if c.shared_intermediate:
-            at = source.prefixed("shared_experts.")
-            shared = MLP(at, norm, c.hidden, c.shared_intermediate, c.activation, ops, tp)
-        return MoE(norm, router, experts, c.activation, ops, tp, shared)
+            return Block(attention, dense(source, norm, c, ops, tp))
+        return Block(attention, beside_shared(source, norm, c, self.experts_format, ops, tp))

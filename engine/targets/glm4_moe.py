@@ -1,10 +1,8 @@
 """GLM-4.5: GQA with biases and partly rotating heads, dense layers first, then experts chosen by sigmoid and
 correction beside a shared one."""
 
-from kernels.routing import Routing
-
-from ..layers.mlp import MLP, dense
-from ..layers.moe import MoE, Router, projections
+from ..layers.mlp import dense
+from ..layers.moe import beside_shared
 from .decoder import Decoder
 
 
@@ -21,11 +19,4 @@ class Glm4MoE(Decoder):
         c, source = self.config, source.prefixed("mlp.")
         if number in c.dense_layers:
             return dense(source, norm, c, ops, tp)
-        rule = Routing(c.experts_per_token, c.norm_topk_prob, "sigmoid", c.groups, c.top_groups, 2, c.scale)
-        router = Router.declare(source, "gate", c.experts, c.hidden, rule, correction="e_score_correction_bias")
-        experts = self.experts_format.declare(source, projections, c.experts, c.hidden, c.expert_intermediate)
-        shared = None
-        if c.shared_intermediate:
-            at = source.prefixed("shared_experts.")
-            shared = MLP(at, norm, c.hidden, c.shared_intermediate, c.activation, ops, tp)
-        return MoE(norm, router, experts, c.activation, ops, tp, shared)
+        return beside_shared(source, norm, c, self.experts_format, ops, tp)
