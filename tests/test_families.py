@@ -1,13 +1,15 @@
 """Mixtral, GLM-4.5 and gpt-oss against transformers: logits and every boundary in fp32, whole, in pieces, cached and as
 a tree; and speculation on them, windows crossed."""
 
+import json
+
 import pytest
 import torch
 from families import VARIANTS, checkpoint
 from oracles import Forced, FreshHead, Replay, Transformers
 from test_heads_layouts import LAYERS, LAYOUTS, features_of, follows
 from test_targets import agrees
-from toys import V, disturb, pair
+from toys import V, disturb, draft_config, pair
 
 from engine import Sampling, Shape
 
@@ -65,6 +67,18 @@ def test_speculation_keeps_the_text(toys, family, shape):
             head = FreshHead(draft, text, model.features(text, engine.target.boundaries))
             for round in engine.drafter.rounds[: len(result.cycles)]:
                 head.check(round, slot)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "glm groups", "gpt-oss"])
+def test_random_weights_by_config(tmp_path, name):
+    """A config alone, target and head: texts that vary, the same whatever the shape. Mutants: a tensor that random
+    weights lack, or make flat."""
+    (tmp_path / "target.json").write_text(json.dumps(VARIANTS[name]))
+    (tmp_path / "head.json").write_text(json.dumps(draft_config(layers=3, draft_vocab=32)))
+    engine = pair(None, f"random:{tmp_path}/head.json", random=f"{tmp_path}/target.json")
+    sampling = Sampling(max_new_tokens=30, ignore_eos=True)
+    want, *others = (engine.generate(PROMPTS[0], sampling, shape=s).token_ids for s in (PLAIN, *SHAPES[1:4]))
+    assert all(ids == want for ids in others) and len(set(want)) > 5
 
 
 @pytest.fixture(scope="module", params=["mixtral", "glm", "gpt-oss"])

@@ -182,6 +182,12 @@ KINDS = {
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
     "yarn betas": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0},
     "yarn untruncated": {**YARN, "truncate": False},
+    "yarn of gpt-oss": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
     "yarn given factor": {**YARN, "attention_factor": 1.7},
     "yarn mscale": {**YARN, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0},
     "yarn mscales differ": {**YARN, "factor": 32.0, "mscale": 0.707, "mscale_all_dim": 1.3},
