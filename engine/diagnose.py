@@ -13,8 +13,11 @@ from weights.config import Refused
 
 from . import prompts
 from .engine import Engine
+from .launch import guarded
 from .loading import DTYPES
 from .options import DEMO, Parser, least
+from .ranks import RankFailed, spawn
+from .tp import launched, ranks_started
 from .wiring import FEWEST, PASSES, WINDOW, Examination, Verdict, texts_for
 
 LOST = 0.05  # agreement under which no reading can be called right
@@ -29,6 +32,7 @@ def parser() -> Parser:
     add("--capture-layers", metavar="boundary:A,B,C|output:A,B,C", help="judge this in place of the draft's config")
     add("--text", metavar="FILE", help="*.jsonl: prompt | token_ids | messages; else one text; default: the demo's")
     add("--tokens", type=least(FEWEST), default=2048, metavar="N", help="the first N of the text; default %(default)s")
+    add("--tp", type=least(1), metavar="N", help="ranks, a GPU each; default 1, under torchrun all that it started")
     add("--device", metavar="cpu|cuda|cuda:N", help="default: CUDA where there is a GPU")
     add("--dtype", choices=tuple(DTYPES), help="default: bfloat16 on CUDA, float32 on the CPU")
     return p
@@ -39,6 +43,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     o, unknown = parser().parse_known_args(argv)
     if unknown:
         raise Refused(f"{unknown[0]}: there is no such option; --help lists all")
+    o.tp = o.tp or ranks_started()
     if o.target is None:
         o.target, o.draft = str(DEMO / "target"), o.draft or str(DEMO / "draft")
     if o.draft is None or o.draft == "none" or o.draft.startswith("random:"):
@@ -47,9 +52,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def texts(o, engine: Engine) -> list[list[int]]:
-    """The texts to look at, `o.tokens` tokens at most. Raises Refused."""
-    if o.text is None:
-        return texts_for(engine.parts, o.tokens)
+    """The texts of --text, `o.tokens` tokens at most. Raises Refused."""
     out, left = [], o.tokens
     for prompt in prompts.read(o.text, "--text"):
         ids = prompts.encoded(prompt, engine.parts.text, engine.target.head.vocabulary)[:left]
@@ -123,13 +126,13 @@ def wiring(parts) -> list[str]:
 
 def run(o) -> int:
     """Load, examine, print; returns the exit code."""
-    words = {name: getattr(o, name) for name in ("device", "dtype", "capture_layers")}
+    words = {name: getattr(o, name) for name in ("tp", "device", "dtype", "capture_layers")}
     engine = Engine.load(o.target, o.draft, max_batch=1, check=False, **words)
     parts = engine.parts
     if parts.device.type == "cpu":
         torch.set_num_threads(1)
     print("\n".join(wiring(parts)), flush=True)
-    found = texts(o, engine)
+    found = texts_for(parts, o.tokens) if o.text is None else parts.tp.word(lambda: texts(o, engine))
     with tqdm(desc="examining", unit=" tokens", disable=None, leave=False) as bar:
         verdict = Examination(parts, found, bar=bar).verdict()
     print(
@@ -142,10 +145,13 @@ def run(o) -> int:
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     try:
-        return run(parse(sys.argv[1:] if argv is None else argv))
-    except Refused as error:
+        o = parse(sys.argv[1:] if argv is None else argv)
+        if launched() is not None:
+            return guarded(lambda: run(o))
+        return spawn(run, o.tp, o)[0] if o.tp > 1 else run(o)
+    except (Refused, RankFailed) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, Refused) else 1
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return 1

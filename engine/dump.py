@@ -23,8 +23,10 @@ from .forced import Teacher
 from .lessons import fingerprint
 from .loading import DTYPES, Options, device_of, dtype_of, open_target
 from .options import Parser, least
+from .ranks import RankFailed, spawn
 from .streams import read_stream
 from .text import Text
+from .tp import launched
 
 
 def parser() -> Parser:
@@ -37,6 +39,7 @@ def parser() -> Parser:
     add("--capture-layers", metavar="boundary:A,B,C|output:A,B,C", help="default: the usual three")
     add("--length", type=least(2), metavar="N", help="most tokens of a sequence; default 2048, or the target's context")
     add("--shard-tokens", type=least(1), default=16384, metavar="N", help="tokens of a shard; default %(default)s")
+    add("--tp", type=least(1), default=1, metavar="N", help="ranks, a GPU each; default %(default)s")
     add("--device", metavar="cpu|cuda|cuda:N", help="default: CUDA where there is a GPU")
     add("--dtype", choices=tuple(DTYPES), help="of target and dump; default: bfloat16 on CUDA, float32 on the CPU")
     return p
@@ -47,6 +50,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     o, unknown = parser().parse_known_args(argv)
     if unknown:
         raise Refused(f"{unknown[0]}: there is no such option; --help lists all")
+    if launched() is not None:
+        raise Refused("torchrun: this command starts its ranks itself; supported: --tp N")
     if Path(o.out).is_file():
         raise Refused(f"--out {o.out}: it is a file; supported: a directory")
     return o
@@ -55,15 +60,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def sequences(path: str, folder, vocabulary: int, length: int) -> tuple[Sequence, ...]:
     """The prompts of a file in pieces of at most `length` tokens. Raises Refused."""
     if path.removesuffix(".xz").endswith(".bin"):
-        texts = [read_stream(path, folder, vocabulary).tolist()]
+        texts = [array("i", read_stream(path, folder, vocabulary).numpy().tobytes())]
         if not texts[0]:
             raise Refused(f"--prompts {path}: it is empty; supported: at least one token")
     else:
-        given = prompts.read(path, "--prompts")
         text = Text.find(folder)
-        texts = [prompts.encoded(prompt, text, vocabulary) for prompt in given]
+        texts = [array("i", prompts.encoded(one, text, vocabulary)) for one in prompts.read(path, "--prompts")]
     return tuple(
-        Sequence(tuple(ids[at : at + length]), number, at)
+        Sequence(ids[at : at + length], number, at)
         for number, ids in enumerate(texts)
         for at in range(0, len(ids), length)
     )
@@ -73,7 +77,7 @@ def digest(pieces: tuple[Sequence, ...]) -> str:
     """Of all ids and where they belong."""
     found = hashlib.sha256()
     for piece in pieces:
-        found.update(array("q", [piece.prompt, piece.start, len(piece.ids), *piece.ids]).tobytes())
+        found.update(array("q", [piece.prompt, piece.start, len(piece.ids)]).tobytes() + piece.ids.tobytes())
     return found.hexdigest()
 
 
@@ -86,7 +90,7 @@ def planned(o) -> tuple[Plan, str]:
         raise Refused(f"--length {length}: supported: up to the target's {most} positions")
     override = o.capture_layers or "boundary:" + ",".join(map(str, usual(config.layers)))
     layers = boundaries(None, config.layers, override).boundaries
-    device = device_of(o.device)
+    device = device_of(o.device, o.tp)
     dtype = dtype_of(o.dtype, device)
     pieces = sequences(o.prompts, opened.folder, config.vocab, length)
     settings = {
@@ -96,6 +100,7 @@ def planned(o) -> tuple[Plan, str]:
         "vocab": config.vocab,
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
+        "tp": o.tp,
         "length": length,
         "shard_tokens": o.shard_tokens,
         "prompts": digest(pieces),
@@ -140,18 +145,29 @@ def run(o) -> None:
         room(writer)
         writer.begin()
         if not writer.missing:
-            return say("nothing is missing")
-        length = plan.settings["length"]
-        words = {"device": o.device, "dtype": o.dtype, "capture_layers": override, "max_context": length}
-        engine = Engine.load(o.target, max_batch=1, announce=say, **words)
-        parts = engine.parts
-        if parts.device.type == "cpu":
-            torch.set_num_threads(1)
-        teacher = Teacher(parts.target, 1, length, parts.device, parts.dtype)
-        missing = sum(len(s.ids) for number in writer.missing for s in plan.shards[number])
-        with tqdm(total=plan.tokens, initial=plan.tokens - missing, unit=" tokens", disable=None) as bar:
-            for number in writer.missing:
-                writer.write(number, *passed(teacher, plan.shards[number], engine.options.prefill_chunk, bar))
+            say("nothing is missing")
+        elif o.tp == 1:
+            work(o, plan, override, writer.missing)
+        else:
+            spawn(work, o.tp, o, plan, override, writer.missing)
+
+
+def work(o, plan: Plan, override: str, missing: list[int]) -> None:
+    """Load the target and make the shards `missing`: on every rank, and rank 0 writes them."""
+    length = plan.settings["length"]
+    words = {name: getattr(o, name) for name in ("device", "dtype", "tp")}
+    engine = Engine.load(o.target, max_batch=1, capture_layers=override, max_context=length, announce=say, **words)
+    parts = engine.parts
+    if parts.device.type == "cpu":
+        torch.set_num_threads(1)
+    writer = Writer(o.out, plan) if parts.tp.rank == 0 else None
+    teacher = Teacher(parts.target, 1, length, parts.device, parts.dtype)
+    left = sum(len(s.ids) for number in missing for s in plan.shards[number])
+    with tqdm(total=plan.tokens, initial=plan.tokens - left, unit=" tokens", disable=None) as bar:
+        for number in missing:
+            found = passed(teacher, plan.shards[number], engine.options.prefill_chunk, bar)
+            if writer is not None:
+                writer.write(number, *found)
 
 
 def passed(teacher: Teacher, shard: tuple[Sequence, ...], chunk: int, bar) -> list[torch.Tensor]:
@@ -176,7 +192,7 @@ def main(argv: list[str] | None = None) -> int:
     except Refused as error:
         say(f"error: {error}")
         return 2
-    except OSError as error:
+    except (OSError, RankFailed) as error:
         say(f"error: {error}")
         return 1
     except KeyboardInterrupt:

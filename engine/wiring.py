@@ -173,7 +173,7 @@ class Examination:
         own = config.norm_before_residual, config.recycle
         for name, order in self.orders:
             found.append(self.finding(Reading(name, order, *own)))
-        best = Verdict(tuple(found)).best.reading
+        best = found[self.parts.tp.word(lambda: found.index(Verdict(tuple(found)).best))].reading
         for base in dict.fromkeys((found[0].reading, best)):
             found += [self.finding(reading) for reading in self.switched(base)]
         return Verdict(tuple(found))
@@ -238,27 +238,31 @@ def settle(parts, announce=None):
         verdict = parts.tp.every(verdict)[0]  # all ranks read it alike
     except Refused:  # the context is too short for a text that says anything
         return
-    taken = verdict.best if verdict.wrong else verdict.force
-    shown, reading = f"top-1 {taken.agreement:.1%} over {verdict.positions} positions", taken.reading
-
-    def settled(attribute):
-        """Whether one of the findings that differ there says that this one is right, and what they reached at best."""
-        mine = getattr(reading, attribute)
-        others = [f for f in verdict.findings if getattr(f.reading, attribute) != mine]
-        changed = getattr(verdict.force.reading, attribute) != mine
-        top = max(others, key=lambda f: f.agreement)
-        against = verdict.force if changed else top
-        return changed or taken.beats(top), f"measured: {shown}, {against.agreement:.1%} as {against.reading}"
-
+    number, sure = parts.tp.word(lambda: _taken(verdict))
+    reading = verdict.findings[number].reading
     parts.drafter = reading.of(parts.drafter)
-    if guessed:
-        sure, why = settled("boundaries")
-        if sure:
-            parts.capture = Capture(reading.captured, "measured", why)
-            parts.target.boundaries = reading.captured
-    report = parts.reports[-1]
-    for field, sentence in fields.items():
-        sure, why = settled(field)
-        if sure:
-            parts.measured.append(f"{field} {getattr(reading, field)} ({why})")
-            report.guessed.remove(sentence)
+    if guessed and "boundaries" in sure:
+        parts.capture = Capture(reading.captured, "measured", sure["boundaries"])
+        parts.target.boundaries = reading.captured
+    for field in fields.keys() & sure.keys():
+        parts.measured.append(f"{field} {getattr(reading, field)} ({sure[field]})")
+        parts.reports[-1].guessed.remove(fields[field])
+
+
+def _taken(verdict):
+    """(number of the finding to go on with, {attribute of its reading: by what figures it is sure}). An attribute is
+    sure that was changed, or whose other values all do clearly worse."""
+    taken, sure = verdict.best if verdict.wrong else verdict.force, {}
+    shown = f"measured: top-1 {taken.agreement:.1%} over {verdict.positions} positions"
+    for name in ("boundaries", "norm_before_residual", "recycle"):
+
+        def differs(finding, name=name):
+            return getattr(finding.reading, name) != getattr(taken.reading, name)
+
+        others = [finding for finding in verdict.findings if differs(finding)]
+        if others:
+            top = max(others, key=lambda finding: finding.agreement)
+            against = verdict.force if differs(verdict.force) else top
+            if against is verdict.force or taken.beats(top):
+                sure[name] = f"{shown}, {against.agreement:.1%} as {against.reading}"
+    return verdict.findings.index(taken), sure

@@ -115,6 +115,24 @@ def test_a_lost_or_short_shard_is_made_again(toys, tmp_path, capsys):
     assert dump.main(argv) == 0 and "nothing is missing" in capsys.readouterr().err
 
 
+def test_ranks_write_one_dump(toys, tmp_path, capfd):
+    """The numbers of one rank, by rank 0 alone, and another number of ranks goes on with none of it. Mutants: each rank
+    writes; features of a rank's own part of the sums."""
+    path, _ = prompts_file(tmp_path, count=6)
+    alone, both = words(toys, path, tmp_path / "one"), words(toys, path, tmp_path / "two", "--tp", "2")
+    assert dump.main(alone) == dump.main(both) == 0
+    assert json.loads((tmp_path / "two" / "dump.json").read_text())["complete"]
+    for one, two in zip(*(sorted((tmp_path / n).glob("*.safetensors")) for n in ("one", "two")), strict=True):
+        one, two = load_file(one), load_file(two)
+        for name in one:
+            torch.testing.assert_close(two[name], one[name], atol=1e-4, rtol=1e-4)
+    capfd.readouterr()
+    assert dump.main([*both, "--tp", "1"]) == 2 and "'tp' is 2, of this run 1" in capfd.readouterr().err
+    both[both.index("--out") + 1] = str(tmp_path / "three")
+    assert dump.main([*both, "--tp", "3"]) == 2
+    assert re.fullmatch(r"error: [^\n]+\n", capfd.readouterr().err.split("free\n")[-1])
+
+
 def refused(capsys, argv, *said):
     assert dump.main(argv) == 2
     error = capsys.readouterr().err
@@ -164,7 +182,7 @@ def test_what_is_refused(toys, tmp_path, capsys):
 
 def test_the_lists_of_options_are_frozen():
     listed = sorted(vars(dump.parser().parse_args("--target a --prompts b --out c".split())))
-    assert listed == "capture_layers device dtype length out prompts shard_tokens target".split()
+    assert listed == "capture_layers device dtype length out prompts shard_tokens target tp".split()
     listed = sorted(vars(train.parser().parse_args("--target a --out c".split())))
     expected = """
     batch capture_layers corpus device draft_vocab dump heldout intermediate length log_every lr minutes out resume

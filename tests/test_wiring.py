@@ -257,7 +257,20 @@ def test_a_text_too_short_to_tell_is_refused(tmp_path, capsys):
 
 def test_the_list_of_options_is_frozen():
     listed = vars(diagnose.parser().parse_args([]))
-    assert sorted(listed) == "capture_layers device draft dtype target text tokens".split()
+    assert sorted(listed) == "capture_layers device draft dtype target text tokens tp".split()
+
+
+def test_ranks_examine_together(tmp_path, capfd):
+    """Two ranks say what one says, once. Mutants: every rank prints; exit code 3 taken for a rank's failure."""
+    head = altered(tmp_path, lambda config, _: config["eagle_config"].update({IDS: [2, 4, 6]}))
+    words = ["--draft", head, "--device", "cpu", "--tokens", "256"]
+    assert diagnose.main(words) == 3
+    one = capfd.readouterr().out.splitlines()
+    assert diagnose.main([*words, "--tp", "2"]) == 3
+    two = capfd.readouterr().out.splitlines()
+    assert len(one) == len(two) and one[-1] == two[-1]
+    assert diagnose.main([*words, "--tp", "2", "--text", "/nowhere"]) == 2
+    assert capfd.readouterr().err.splitlines()[-1].startswith("error: --text /nowhere: cannot be read")
 
 
 # ------------------------------------------------------------------ on a GPU

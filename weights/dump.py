@@ -16,6 +16,7 @@ import hashlib
 import itertools
 import json
 import os
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,9 +33,9 @@ HEADER = 4096  # bytes of a shard beside its tensors, at most
 
 @dataclass(frozen=True)
 class Sequence:
-    """A piece of a prompt: its ids, the prompt's number, the piece's first token's number in it."""
+    """A piece of a prompt: its ids (int32), the prompt's number, the piece's first token's number in it."""
 
-    ids: tuple[int, ...]
+    ids: array
     prompt: int
     start: int
 
@@ -158,7 +159,7 @@ class Writer:
         shard, path = self.plan.shards[number], self.folder / shard_name(number)
         ends = list(itertools.accumulate((len(s.ids) for s in shard), initial=0))
         tensors = {
-            "tokens": torch.tensor([i for s in shard for i in s.ids], dtype=torch.int32),
+            "tokens": torch.cat([torch.tensor(s.ids, dtype=torch.int32) for s in shard]),
             "offsets": torch.tensor(ends),
             "prompts": torch.tensor([s.prompt for s in shard], dtype=torch.int32),
             "starts": torch.tensor([s.start for s in shard], dtype=torch.int32),
