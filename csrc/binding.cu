@@ -7,6 +7,7 @@
 #include "abi/abi.cuh"
 #include "fewrows/attention.cuh"
 #include "fewrows/experts.cuh"
+#include "fewrows/fp4.cuh"
 #include "fewrows/head.cuh"
 #include "fewrows/int4.cuh"
 #include "fewrows/project.cuh"
@@ -37,6 +38,10 @@ EAGLE3_API int eagle3_experts(const eagle3::Experts *p, int blocks, cudaStream_t
 
 EAGLE3_API int eagle3_int4_experts(const eagle3::Int4Experts *p, int blocks, cudaStream_t stream) {
   return static_cast<int>(eagle3::int4_experts(*p, blocks, stream));
+}
+
+EAGLE3_API int eagle3_fp4_experts(const eagle3::Fp4Experts *p, int blocks, cudaStream_t stream) {
+  return static_cast<int>(eagle3::fp4_experts(*p, blocks, stream));
 }
 
 EAGLE3_API int eagle3_head(const eagle3::Vocabulary *p, int blocks, cudaStream_t stream) {

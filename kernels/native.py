@@ -17,33 +17,23 @@ from pathlib import Path
 
 import torch
 
-from . import attend, experts_int4, head, linear, mlp, moe
+from . import attend, head, linear, mlp, moe, native_packed
 from .routing import Routing
+from .structs import structure
 from .tile import groups
 
-ABI = 3
+ABI = 4
 CAPABILITY = (9, 0)
 WITH_NORM = (64, 128, 256, 512, 768, 1024, 2048, 4096)  # columns of a projection whose norm is fused (project.cuh)
 LONG = 512  # longer rows without a norm: multiples of this
 HIDDEN, WIDTHS = (256, 512, 1024, 2048), (64, 128, 256, 512, 768, 1024)  # of an expert block (experts.cuh)
 HEADS = (256, 512, 1024, 2048, 4096)  # columns of an output head (head.cuh)
-INT4_HIDDEN, INT4_WIDTHS = (
-    (256, 512, 2048, 4096, 7168),
-    (256, 512, 768, 1024, 1536, 2048),
-)  # of packed experts (int4.cuh)
 MOST_EXPERTS, MOST_CHOICES, CHOSEN = 512, 8, 64
 SHARES = (1, 2, 4, 8)  # query heads a key head serves (attention.cuh)
 
 
 class Unavailable(Exception):
     """Why there are no native kernels here, in one line."""
-
-
-def structure(name, **fields):
-    """A ctypes struct: p, f, i, z = names of pointers, floats, ints and sizes, in the order of the C struct."""
-    kinds = {"p": ctypes.c_void_p, "f": ctypes.c_float, "i": ctypes.c_int, "z": ctypes.c_size_t}
-    listed = [(field, kinds[kind]) for kind, names in fields.items() for field in names.split()]
-    return type(name, (ctypes.Structure,), {"_fields_": listed})
 
 
 # the structs of csrc/fewrows, field by field
@@ -61,12 +51,6 @@ Experts = structure(
     z="next_bytes",
     f="eps",
     i="rows columns width experts choices renormalise",
-)
-
-Int4Experts = structure(
-    "Int4Experts",
-    p="x ids weights gate_up gate_up_scale down down_scale hidden residual y",
-    i="rows columns width experts choices",
 )
 
 
@@ -218,26 +202,6 @@ class Library:
         )  # fmt: skip
         return y
 
-    def experts_int4(self, x, ids, weights, gate_up, gate_up_scale, down, down_scale, activation, residual=None):
-        """The twin of experts_int4.reference."""
-        (experts, columns, words), (rows, choices) = down.shape, ids.shape
-        width, bf16 = words * 8, gate_up_scale.dtype == down_scale.dtype == x.dtype == torch.bfloat16
-        groups_of_32 = gate_up_scale.shape[-1] * 32 == columns and down_scale.shape[-1] * 32 == width
-        sizes = columns in INT4_HIDDEN and width in INT4_WIDTHS and experts <= MOST_EXPERTS and choices <= MOST_CHOICES
-        if not (sizes and groups_of_32 and bf16 and activation == "silu"):
-            packed = gate_up, gate_up_scale, down, down_scale
-            return experts_int4.fused(x, ids, weights, *packed, activation, residual)
-        y = x.new_empty(rows, columns)
-        self.call(
-            "eagle3_int4_experts", Int4Experts, self.blocks,
-            x=x.contiguous(), ids=ids.contiguous(), weights=weights.contiguous(), gate_up=gate_up,
-            gate_up_scale=gate_up_scale, down=down, down_scale=down_scale,
-            hidden=x.new_empty(groups(rows), CHOSEN, 8, width),
-            residual=None if residual is None else residual.contiguous(), y=y,
-            rows=rows, columns=columns, width=width, experts=experts, choices=choices,
-        )  # fmt: skip
-        return y
-
     def head(self, x, norm_weight, eps, weight, k, logits=None):
         """The twin of head.reference; more than the best one is chosen by the Triton kernels."""
         (rows, columns), vocabulary = x.shape, weight.shape[0]
@@ -265,5 +229,7 @@ def table(base, device, announce=None):
         major, minor = torch.cuda.get_device_capability(device)
         raise Unavailable(f"compute capability {major}.{minor}; the kernels need {CAPABILITY[0]}.{CAPABILITY[1]}")
     library = Library(build(announce=announce), device)
-    names = ("linear", "mlp", "attend", "moe", "experts_int4", "head")
-    return replace(base, **{name: functools.partial(getattr(Library, name), library) for name in names})
+    names = ("linear", "mlp", "attend", "moe", "head")
+    own = {name: getattr(Library, name) for name in names}
+    own |= {name: getattr(native_packed, name) for name in ("experts_int4", "experts_mxfp4")}
+    return replace(base, **{name: functools.partial(operation, library) for name, operation in own.items()})

@@ -35,13 +35,20 @@ INT4 = (  # rows, hidden, experts, width, choices
     (3, 256, 8, 1024, 4),
 )
 
+MXFP4 = (  # likewise
+    (1, 2880, 16, 2880, 4),
+    (5, 2880, 24, 1440, 4),
+    (24, 320, 40, 288, 4),
+    (64, 256, 128, 96, 8),
+)
+
 
 @pytest.fixture(scope="module")
 def table():
     return native.table(FUSED, torch.device("cuda"))
 
 
-@pytest.mark.parametrize("op", ["linear", "mlp", "head", "attend", "moe", "experts_int4"])
+@pytest.mark.parametrize("op", ["linear", "mlp", "head", "attend", "moe", "experts_int4", "experts_mxfp4"])
 def test_twin_at_small_sizes(table, op):
     for name, arguments in CASES[op](B16, "cuda"):
         compare(table, op, name, arguments, B16)
@@ -84,6 +91,26 @@ def packed(make, n, hidden, experts, width, top_k):
     return x, ids, weights, *matrix(2 * width, hidden), *matrix(hidden, width), "silu", x
 
 
+def packed_mxfp4(make, n, hidden, experts, width, top_k):
+    """Arguments of experts_mxfp4: random codes, scales that differ eightfold."""
+    own = {"generator": make.own, "device": "cuda"}
+
+    def matrix(rows, columns):
+        words = torch.randint(-(1 << 31), 1 << 31, (experts, rows, columns // 8), dtype=torch.int32, **own)
+        return words, torch.randint(118, 122, (experts, rows, columns // 32), **own).to(torch.uint8)
+
+    ids = torch.rand(64, experts, **own).topk(top_k, 1).indices[:n].contiguous()
+    weights, x = torch.rand(64, top_k, **own)[:n].contiguous(), make.floats(64, hidden)[:n].contiguous()
+    wide, tall = (*matrix(2 * width, hidden), make.floats(experts, 2 * width)), matrix(hidden, width)
+    return x, ids, weights, *wide, *tall, make.floats(experts, hidden), "clamped_swiglu", x
+
+
+@pytest.mark.parametrize("sizes", MXFP4, ids=str)
+def test_mxfp4_experts_at_real_sizes(table, sizes):
+    """Kills gate and up rows taken apart wrongly, groups past the last column that count, biases of another expert."""
+    compare(table, "experts_mxfp4", str(sizes), packed_mxfp4(Quick(), *sizes), B16)
+
+
 @pytest.mark.parametrize("sizes", INT4, ids=str)
 def test_int4_experts_at_real_sizes(table, sizes):
     """Kills codes in another order than the rows, scales of a neighbouring group, experts of other rows that count."""
@@ -109,6 +136,7 @@ def products(n):
     matrices = make.weight(32, 2 * 768, 2048), make.weight(32, 2048, 768)
     rule = next(moe(B16, "cuda", MOE[:1]))[1][4]
     yield "experts_int4", packed(make, n, 7168, 48, 256, 8)
+    yield "experts_mxfp4", packed_mxfp4(make, n, 2880, 32, 2880, 4)
     yield "moe", (x, make.gain(2048), 1e-6, make.weight(32, 2048), rule, None, None, *matrices, "silu", x)
 
 

@@ -31,7 +31,7 @@ struct Int4Experts {
 };
 
 // What a group of rows chose: its experts in ascending order; of each, which rows (a bit each) with which weights.
-struct Int4Choice {
+struct GroupChoice {
   float weight[kInt4Chosen][kRows];
   unsigned mask[kInt4Experts]; // first the rows of each expert, then its place in the list
   unsigned rows[kInt4Chosen];
@@ -39,8 +39,9 @@ struct Int4Choice {
   int count;
 };
 
-// All threads call it. Ids that are no expert's are passed over.
-__device__ __forceinline__ int int4_choose(const Int4Experts &p, Int4Choice &c) {
+// All threads call it; P: Int4Experts, or another with its ids and weights. Ids that are no expert's are passed over.
+template <class P>
+__device__ __forceinline__ int choose_rows(const P &p, GroupChoice &c) {
   const int first = blockIdx.y * kRows, pairs = min(kRows, p.rows - first) * p.choices, lane = threadIdx.x & 31;
   for (int e = threadIdx.x; e < p.experts; e += blockDim.x) c.mask[e] = 0;
   __syncthreads();
@@ -149,7 +150,7 @@ template <int kWarps, int kUnits>
 __global__ void __launch_bounds__(kWarps * 32, 1) int4_gate_up(Int4Experts p) {
   extern __shared__ uint4 ring_memory[];
   __shared__ float4 red[2][kWarps * 32];
-  __shared__ Int4Choice choice;
+  __shared__ GroupChoice choice;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int column = warp * kUnits * kInt4Span, row = blockIdx.y * kRows + g;
   char *ring = reinterpret_cast<char *>(ring_memory) + warp * 2 * kUnits * kInt4Unit;
@@ -160,7 +161,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) int4_gate_up(Int4Experts p) {
     const bf16 *from = p.x + static_cast<size_t>(row) * p.columns + column + i / 4 * 128 + t * 32 + i % 4 * 8;
     b[i] = row < p.rows ? paired(load_rows(from)) : make_uint4(0, 0, 0, 0);
   }
-  const unsigned pairs = int4_choose(p, choice) * p.width; // times the blocks: below 2^32
+  const unsigned pairs = choose_rows(p, choice) * p.width; // times the blocks: below 2^32
   launch_dependents(); // the next kernel reads ids and weights before it waits: they are older than this one
   const int first = static_cast<int>(pairs * blockIdx.x / gridDim.x), last = static_cast<int>(pairs * (blockIdx.x + 1) / gridDim.x);
   const int tiles = (last - first + 7) / 8;
@@ -218,11 +219,11 @@ template <int kUnits>
 __global__ void __launch_bounds__(kInt4Down * 32, 2) int4_down(Int4Experts p) {
   constexpr int kRing = 3;
   extern __shared__ uint4 ring_memory[];
-  __shared__ Int4Choice choice;
+  __shared__ GroupChoice choice;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   char *ring = reinterpret_cast<char *>(ring_memory) + warp * kRing * kInt4Unit;
   float4 *red = reinterpret_cast<float4 *>(reinterpret_cast<char *>(ring_memory) + kInt4Down * kRing * kInt4Unit);
-  const int chosen = int4_choose(p, choice), out = blockIdx.x * kOutputs;
+  const int chosen = choose_rows(p, choice), out = blockIdx.x * kOutputs;
   const int units = (chosen - warp + kInt4Down - 1) / kInt4Down * kUnits;
   const bool has_top = out + g < p.columns, has_bottom = out + g + 8 < p.columns, scaled = out + (lane & 15) < p.columns;
   auto fetch = [&](int n) {
