@@ -19,10 +19,9 @@ from engine.train_head import chain_length
 from weights.config import Refused
 
 from . import command, results, stages
+from .classes import CLASSES, kind
 from .results import Figure
 from .texts import several
-
-CLASSES = ("word", "name part", "digits", "punctuation", "white space", "other")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -48,18 +47,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     o.random = None
     results.writable(o.json)
     return o
-
-
-def kind(text: str) -> str:
-    """Class of a token by the text it stands for."""
-    bare = text.strip()
-    if not bare:
-        return "white space" if text else "other"
-    if bare.isdecimal():
-        return "digits"
-    if all(c.isalnum() or c == "_" for c in bare):
-        return "word" if text[0].isspace() else "name part"
-    return "punctuation" if not any(c.isalnum() for c in bare) else "other"
 
 
 def measured(o, engine: Engine, prompts: list[list[int]], bar) -> list[Figure]:

@@ -179,6 +179,22 @@ def classes(run: dict) -> Canvas | None:
     return canvas
 
 
+def kept(run: dict) -> Canvas | None:
+    """Guesses kept by class of token, of the shape that kept most tokens for its time."""
+    found = by_name(run)
+    shapes = sorted({n.split(".")[1] for n in found if n.startswith("class_rate.")})
+    if not shapes:
+        return None
+    shape = max(shapes, key=lambda s: found[f"speedup.{s}"]["value"] if f"speedup.{s}" in found else 0.0)
+    names = [n.split(".", 2)[2] for n in found if n.startswith(f"class_rate.{shape}.")]
+    canvas, axis = _canvas(1.6 + 0.45 * len(names))
+    rates = [found[f"class_rate.{shape}.{name}"]["value"] for name in names]
+    axis.barh([name.replace("_", " ") for name in names], rates, color=BLUE)
+    axis.set(xlabel=f"share of guesses kept, shape {shape}", xlim=(0, 1))
+    axis.invert_yaxis()
+    return canvas
+
+
 PLOTS = {
     "verify": verify,
     "cycle": cycle,
@@ -186,6 +202,7 @@ PLOTS = {
     "predicted": predicted,
     "acceptance": acceptance,
     "classes": classes,
+    "kept": kept,
 }
 
 

@@ -48,6 +48,11 @@ TITLES = {
         "How often the draft's best guess, or one of its best, is the token that the target would choose, by class of "
         "token, read along a text: a part of a name is harder than a bracket.",
     ),
+    "kept": (
+        "Which guesses are kept",
+        "While the fastest shape decoded: of the tokens of each class that were due where the draft had a guess, the "
+        "share that it had guessed.",
+    ),
 }
 WORDS = {
     "target, draft": "the large model whose text it is, and the small one that guesses ahead",

@@ -23,7 +23,7 @@ from . import command, reading, results, stages
 from .oracle import Oracle, rates_of
 from .results import Figure
 from .texts import several
-from .verdict import SYNTHETIC, against, best, figures, recommendation, table_lines
+from .verdict import SYNTHETIC, against, best, by_class, figures, recommendation, table_lines
 
 
 def parser() -> Parser:
@@ -104,24 +104,28 @@ def grid(o) -> tuple[list[Shape], list[str]]:
     return shapes, left_out
 
 
-def rounds(o, engine: Engine, prompts: list[list[int]], oracle: Oracle | None, bar) -> tuple[dict, stages.Timed]:
+def rounds(o, engine: Engine, prompts: list[list[int]], oracle: Oracle | None, bar) -> tuple[dict, stages.Timed, dict]:
     """Decode every prompt with every shape, `o.rounds` times; each round and prompt begins with another shape.
 
     Returns:
-        {Shape: Taken} of runs without stamps, and stage times of one stamped prompt a round.
+        {Shape: Taken} of runs without stamps, stage times of one stamped prompt a round, and {Shape: [Result]} of the
+        first round.
     """
     shapes, timed = [PLAIN, *o.shapes], stages.Timed()
     stages.warm(engine, prompts[0], shapes)
     taken, how = {shape: Taken() for shape in shapes}, stages.sampling(o.new_tokens)
+    first = {shape: [] for shape in o.shapes + [PLAIN]}
     plain = [engine.generate(prompt, how, shape=PLAIN).token_ids for prompt in prompts]
     for turn, at, shape in turns(shapes, len(prompts), o.rounds):
         aim(o, oracle, shape, [*prompts[at], *plain[at]])
         result = engine.generate(prompts[at], how, shape=shape)
         taken[shape].add(turn, [result], result.decode_ms, [plain[at]])
+        if turn == 0:
+            first[shape].append(result)
         bar.update(1)
         if at == turn % len(prompts):
             stages.stamped(engine, prompts[at], o.new_tokens, [shape], 1, bar, timed)
-    return taken, timed
+    return taken, timed, first
 
 
 def aim(o, oracle: Oracle | None, shape: Shape, text: list[int]) -> None:
@@ -168,9 +172,11 @@ def run(o, command: str) -> list[str]:
     with tqdm(
         total=len(shapes) * o.rounds * (1 + len(prompts)), desc="sweep", unit="", disable=None, leave=False
     ) as bar:
-        taken, timed = rounds(o, engine, prompts, oracle, bar)
+        taken, timed, first = rounds(o, engine, prompts, oracle, bar)
     label = f"{SYNTHETIC}; " if synthetic(o) else ""
     found = {f.name: f for f in figures(taken, CostTable.of_stages(timed.series), timed, label)}
+    if parts.text is not None and not synthetic(o):
+        found |= {f.name: f for f in by_class({s: first[s] for s in o.shapes}, parts.text.decode)}
     advice = recommendation(found)
     if o.json:
         head = Figure.of("load", "ms", parts.load_ms), Figure.of("recommended", "times plain", best(found), note=advice)

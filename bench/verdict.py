@@ -6,6 +6,7 @@ from engine.cost import CostTable
 from engine.shape import PLAIN, Shape
 
 from . import reading, stages
+from .classes import kept
 from .results import Figure
 
 SYNTHETIC = "SYNTHETIC acceptance"
@@ -44,6 +45,17 @@ def figures(taken: dict, table: CostTable, timed: stages.Timed, label: str) -> l
             values = timed.series[shape][stage] or [0.0]
             found.append(made(f"{stage}.{shape}", "ms", values, note="stamped, in every round"))
     return found
+
+
+def by_class(results: dict, decode) -> list[Figure]:
+    """What each shape kept of each class of token; results: {Shape: [engine.request.Result]}, decode: ids -> text."""
+    figures = []
+    for shape, several in results.items():
+        for name, (hits, tries) in kept(several, decode).items():
+            note = f"of {tries} guesses where such a token was due"
+            named = f"class_rate.{shape}.{name.replace(' ', '_')}"
+            figures.append(Figure.of(named, "share of guesses", hits / tries, note=note))
+    return figures
 
 
 def best(found: dict[str, Figure]) -> float:

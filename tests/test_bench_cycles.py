@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from bench import reading, stages, sweep, verdict, verify_vs_draft
+from bench import auto, reading, stages, sweep, verdict, verify_vs_draft
 from bench.oracle import Delayed, Oracle, rates_of
 from bench.results import Figure
 from bench.spin import DelayedTarget, Spin
@@ -143,6 +143,41 @@ def test_a_draft_that_is_always_wrong_loses(tmp_path, capsys):
     assert "not comparable" in error and "prompts_hash" in error and error.count("\n") == 1
     assert sweep.main([*words, "--baseline", path]) == 0
     assert f"tokens/s in {path}" in capsys.readouterr().out
+
+
+def test_auto_measures_what_it_says(tmp_path, capsys, monkeypatch):
+    """Mutant: a figure left out; a shortfall that leaves the exit code 0."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = tmp_path / "run.json"
+    words = ["--count", "1", "--new-tokens", "12", "--context", "24", "--rounds", "1", "--long", "130", "--check"]
+    code = auto.main([*words, "--grid", "1-1-2", "3-1-4", "--device", "cpu", "--json", str(path)])
+    out, err = capsys.readouterr()
+    values = {f["name"]: f["value"] for f in reading.read(str(path))["figures"]}
+    whole = {f"tokens_per_second.{way}" for way in ("0-1-1", "1-1-2", "3-1-4", "auto")} | {"auto_of_best", "identical"}
+    for made in ("wrong_draft", "good_then_bad", "bad_then_good"):
+        whole |= {made, f"identical.{made}"} | ({f"changed.{made}"} if made != "wrong_draft" else set())
+    assert set(values) == whole and all(values[name] == 1 for name in whole if name.startswith("identical"))
+    assert code == (1 if "SHORT" in err else 0) and "costs at batch 1 measured" in out
+
+
+def test_what_falls_short():
+    """Mutants: a bound read the other way; a change in the wrong direction."""
+    good = {"auto_of_best": 0.96, "wrong_draft": 0.98, "identical": 1, "changed.good_then_bad": -0.9}
+    bad = {"auto_of_best": 0.94, "wrong_draft": 0.96, "identical": 0, "changed.good_then_bad": 0.9}
+    bad["changed.bad_then_good"] = -0.9
+    assert auto.short([Figure.of(name, "share", value) for name, value in good.items()]) == []
+    assert len(auto.short([Figure.of(name, "share", value) for name, value in bad.items()])) == 5
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [(["--draft", "none"], "--draft"), (["--grid", "1-1-9"], "no valid shape"), (["--long", "9"], "--long")],
+)
+def test_what_auto_refuses(argv, said, capsys):
+    """One line, exit code 2, before anything is loaded."""
+    assert auto.main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and said in error
 
 
 def gains(**repeats):

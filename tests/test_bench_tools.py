@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from packers import FP8
 from toys import target_config
 
-from bench import accept, experts, ops, peers, report, results
+from bench import accept, classes, experts, ops, peers, report, results
 from bench.oracle import random_prompt
 from bench.results import Figure, Workload
 from engine import Engine, Shape
@@ -33,6 +34,7 @@ def kept(path):
             figures.append(made(f"{name}.{shape}", "ms", [value, value + 1]))
         figures.append(made(f"tokens_per_second.{shape}", "tokens/s", [90 * gain, 91 * gain]))
         figures += [made(f"accept_rate.{shape}.{d}", "share", 0.9 / d) for d in (1, 2, 3)]
+        figures += [made(f"speedup.{shape}", "times plain", gain), made(f"class_rate.{shape}.name_part", "share", 0.4)]
     figures.append(made("recommended", "times plain", 1.2, note="recommended: 3-1-4 & more"))
     environment = {"format": results.FORMAT, "gpu": None, "cpu": "a processor"}
     results.write(path, results.document("python -m bench.x", environment, LOAD, figures))
@@ -46,7 +48,7 @@ def test_the_page_holds_everything(tmp_path, capsys):
     out = tmp_path / "page.html"
     assert report.main([kept(tmp_path / "a.json"), kept(tmp_path / "b.json"), "--out", str(out)]) == 0
     page = out.read_text()
-    assert page.count('src="data:image/png;base64,') == 10 == len(list(tmp_path.glob("page-*.png")))
+    assert page.count('src="data:image/png;base64,') == 12 == len(list(tmp_path.glob("page-*.png")))
     assert "http" not in page and "<script" not in page and 'name="viewport"' in page
     assert "t&lt;b&gt;" in page and "t<b>" not in page and "3\u20111\u20114 &amp; more" in page
     assert page.count("<b>Synthetic acceptance.</b>") == 2 and page.count("Verifying 4 rows takes") == 2
@@ -115,6 +117,18 @@ def test_classes_of_tokens():
     texts = [" name", "name_", " 12", "\n    ", "):", "x=", "", " self._x"]
     classes = ["word", "name part", "digits", "white space", "punctuation", "other", "other", "other"]
     assert [accept.kind(text) for text in texts] == classes
+
+
+def test_what_is_kept_of_each_class():
+    """By hand: a cycle of three steps that kept two and missed a digit, one that kept all, one that missed at once, one
+    of plain decoding. Mutants: the bonus token of a full path as a miss; the prompt's own token; what lies behind a
+    miss."""
+    words = {1: " a", 2: "7", 3: "(", 4: "  "}
+    chain, plain = Shape(3, 1, 4), Shape(0, 1, 1)
+    ids, cycles = [3, 1, 1, 2, 3, 1, 3, 4, 1, 4], [(3, 2, 3), (4, 3, 3), (1, 0, 3), (1, 0, 0)]
+    result = SimpleNamespace(token_ids=ids, cycles=cycles, shapes=[chain, chain, chain, plain])
+    found = classes.kept([result], lambda ids: words[ids[0]])
+    assert found == {"word": (3, 4), "digits": (0, 1), "punctuation": (2, 2)}
 
 
 def test_accept_says_what_it_measured(tmp_path, capsys):
