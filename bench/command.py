@@ -3,6 +3,11 @@
 import shlex
 import sys
 
+from engine import launch
+from engine.links import REDUCTIONS
+from engine.options import least
+from engine.plan import DRAFT_TP
+from engine.tp import launched, ranks_started
 from weights.config import Refused
 
 
@@ -14,6 +19,19 @@ def device_options(add):
     add("--json", metavar="FILE", help="where the results go")
 
 
+def parallel_options(add):
+    """Add the options of several ranks."""
+    add("--tp", type=least(1), default=ranks_started(), metavar="N", help="ranks, a GPU each; default %(default)s")
+    add("--draft-tp", choices=DRAFT_TP, default="auto", help="the draft over ranks; default %(default)s")
+    add("--expert-parallel", action="store_true", help="whole experts to each rank")
+    add("--reduction", choices=REDUCTIONS, default="auto", help="library: NCCL whatever else there is")
+
+
+def parallel(o):
+    """The options of several ranks as Engine.load takes them."""
+    return {name: getattr(o, name) for name in ("tp", "draft_tp", "expert_parallel", "reduction")}
+
+
 def options(parser, argv):
     """Options as given. Raises Refused for one that does not exist."""
     o, unknown = parser.parse_known_args(argv)
@@ -22,17 +40,27 @@ def options(parser, argv):
     return o
 
 
-def main(name, parse, run, argv):
-    """Run `python -m name`; returns the exit code: 0, or 2 for what is refused.
+def main(name, parse, run, argv, ranks=True):
+    """Run `python -m name`, as ranks where --tp or torchrun says so; returns the exit code: 0; 2 for what is refused.
 
     Args:
         parse: argv -> options; run: (options, command as it would be typed) -> figures or lines to print.
+        ranks: False for a command that starts them itself.
     """
     argv = sys.argv[1:] if argv is None else argv
+
+    def body():
+        said = run(o, shlex.join(["python", "-m", name, *argv]))
+        print("\n".join(line if isinstance(line, str) else line.line() for line in said))
+        return 0
+
     try:
-        said = run(parse(argv), shlex.join(["python", "-m", name, *argv]))
+        o = parse(argv)
+        if launched() is not None:
+            return launch.guarded(body)
+        if ranks and getattr(o, "tp", 1) > 1:
+            return launch.command(name, argv, o.tp)
+        return body()
     except Refused as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print("\n".join(line if isinstance(line, str) else line.line() for line in said))
-    return 0

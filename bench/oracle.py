@@ -13,7 +13,7 @@ class Stand:
     """A drafter in front of another one, or of none; tensors live on the device and nothing waits for it."""
 
     def __init__(self, real):
-        self.real = real
+        self.real, self.in_step = real, True  # what it puts in the tree is the same on all ranks
         self.cache_rows, self.config = getattr(real, "cache_rows", None), getattr(real, "config", None)
 
     def extend(self, batch, features, cache):
@@ -32,7 +32,7 @@ class Delayed(Stand):
 
     def __init__(self, real, spin):
         super().__init__(real)
-        self.spin = spin
+        self.spin, self.in_step = spin, getattr(real, "in_step", False)
 
     def replace(self, state, tree):
         """Leaves the real one's tree."""

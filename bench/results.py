@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from engine.tp import environment as nccl
+from engine.tp import launched
 from weights.config import Refused
 
 ROOT = Path(__file__).parents[1]
@@ -148,7 +149,9 @@ def writable(path: str | None) -> None:
 
 
 def write(path: str | Path, run: dict) -> None:
-    """Write a document; a run killed here leaves the old file whole. Lists of numbers stay on one line."""
+    """Write a document, on rank 0; a run killed here leaves the old file whole. Lists of numbers stay on one line."""
+    if launched() is not None and launched()[0]:
+        return
     path, text = Path(path), {key: json.dumps(value, allow_nan=False) for key, value in run.items()}
     text["figures"] = "[\n  " + ",\n  ".join(json.dumps(f, allow_nan=False) for f in run["figures"]) + "\n ]"
     part = path.with_name(path.name + ".part")

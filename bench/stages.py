@@ -14,7 +14,7 @@ from engine import Engine, Sampling
 from engine.cycle import Cycle
 from engine.layers.view import view
 from engine.profile import Profile
-from engine.report import Acceptance
+from engine.report import Acceptance, parallel
 from engine.shape import PLAIN, Shape
 from kernels import moe
 
@@ -34,7 +34,7 @@ def environment(engine: Engine) -> dict:
     """results.environment, and how cycles ran."""
     parts = engine.parts
     found = results.environment(parts.device, parts.dtype, parts.tp.size)
-    return found | {"graphs": engine.graphs.reason or "captured"}
+    return found | parallel(parts) | {"graphs": engine.graphs.reason or "captured"}
 
 
 def workload(o, engine: Engine, routing: str, prompts: list[list[int]], new_tokens: int) -> Workload:

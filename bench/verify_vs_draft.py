@@ -16,7 +16,7 @@ from engine.options import DEMO, Parser, least, number
 from engine.shape import MAX_NODES, PLAIN
 from weights.config import Refused
 
-from . import bandwidth, command, results, stages
+from . import bandwidth, collectives, command, results, stages
 from .cost import table_of_run
 from .oracle import Delayed, Independent, Oracle, Repeated
 from .results import Figure
@@ -55,6 +55,7 @@ def parser() -> Parser:
     add("--repeats", type=least(1), default=20, metavar="N", help="of each stage alone; default %(default)s")
     add("--inject-spin", type=number, metavar="MS", help="make a stage slower by so much: a test of the clock")
     add("--inject-stage", choices=("verify", "draft"), default="verify", help="which; default %(default)s")
+    command.parallel_options(add)
     command.device_options(add)
     return p
 
@@ -94,6 +95,7 @@ def load(o) -> Engine:
         max_batch=1,
         capture_layers=o.capture_layers,
         prefix_cache=False,
+        **command.parallel(o),
     )
 
 
@@ -156,6 +158,8 @@ def measured(o, engine: Engine, prompt: list[int], read: list[float]) -> list[Fi
     if engine.graphs.capture_ms:
         figures.append(made("capture", "ms", engine.graphs.capture_ms, note="all programs of this run"))
     figures += stages.figures(timed, alone, traffic, [chain(n) for n in o.rows], drafter is not None)
+    if parts.tp.size > 1:
+        figures += collectives.of_a_pass(parts, sorted({1, *o.rows, *(shape.draft_tokens for shape in o.shapes)}))
     if o.routing != "text":  # what is kept of rows that nobody drafted says nothing
         figures = [figure for figure in figures if not figure.name.startswith("accept_length.")]
     figures += fitted(figures, drafter is not None)

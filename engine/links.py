@@ -19,7 +19,7 @@ class Linked(Library):
 
     def __init__(self, library, links):
         vars(self).update(vars(library))
-        self.links = links
+        self.library, self.links = library, links
         self.name = (
             f"one-shot over peer memory, two-shot above {peers.ONE_SHOT} rows; beyond {links.rows} {library.name}"
         )

@@ -30,6 +30,11 @@ def environment():
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
 
 
+def settings(variables):
+    """Set NCCL_* variables, {name: value}, of this process; NCCL reads them when the group is made."""
+    os.environ.update(variables)
+
+
 def launched():
     """(rank, ranks, rank on this host, ranks on this host) as torchrun or engine.ranks set them, None in a process of
     neither."""

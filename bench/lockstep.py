@@ -1,0 +1,117 @@
+"""`python -m bench.lockstep`: whether ranks agree, on chains and trees, at temperature 0 and 1.
+
+In fp32 the ids are those of one device; all ranks have the same in every dtype; and within the ranks every shape gives
+the ids and logits of plain decoding (CUDA, bf16: to the bit). Exit codes: 0; 1 where something differs; 2 refused.
+"""
+
+import argparse
+import sys
+
+import torch
+
+from engine import Engine, Sampling, Shape, spawn
+from engine.loading import device_of
+from engine.options import DEMO, Parser, least
+from engine.shape import PLAIN
+from weights.config import Refused
+
+from . import command
+from .texts import texts
+
+SHAPES = ("0-1-1", "3-1-4", "4-4-16")
+
+
+def parser() -> Parser:
+    """Options."""
+    p = Parser(prog="python -m bench.lockstep", allow_abbrev=False, description=__doc__)
+    add = p.add_argument
+    add("--target", metavar="DIR|HUB_ID", help="default: the demo pair")
+    add("--draft", metavar="DIR|HUB_ID|random:NAME", help="default: the demo draft with the demo target")
+    add("--random", metavar="NAME|FILE", help="random weights of this architecture in place of --target")
+    add("--layers", type=least(1), metavar="N", help="with --random: as many layers")
+    add("--shapes", nargs="+", default=list(SHAPES), metavar="S-K-D", help="default: plain, a chain, a tree")
+    add("--prompts", metavar="FILE", help="the prompt is how its texts begin; default: the demo's, or random ids")
+    add("--context", type=least(2), default=100, metavar="N", help="prompt tokens at most; default %(default)s")
+    add("--tokens", type=least(4), default=64, metavar="N", help="new tokens; default %(default)s")
+    command.parallel_options(add)
+    add("--device", metavar="cpu|cuda")
+    p.set_defaults(tp=2)
+    return p
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Options as given. Raises Refused."""
+    o = command.options(parser(), argv)
+    o.shapes = list(dict.fromkeys([PLAIN, *map(Shape.parse, o.shapes)]))
+    if o.target and o.random:
+        raise Refused("--random: it takes the place of --target; supported: one of them")
+    if not o.random and not o.target:
+        o.target, o.draft = str(DEMO / "target"), o.draft or str(DEMO / "draft")
+    return o
+
+
+def decoded(o, size: int, dtype: str) -> dict:
+    """On a rank: {(shape, temperature): (ids, logits of every emitted position at temperature 0 [n, V])}."""
+    ranks = command.parallel(o) | {"tp": size} if size > 1 else {}
+    pair = {"random": o.random, "layers": o.layers, "device": o.device, "dtype": dtype}
+    engine = Engine.load(o.target, o.draft, prefix_cache=False, max_batch=1, **pair, **ranks)
+    if engine.parts.device.type == "cpu":
+        torch.set_num_threads(1)
+    prompt, found = texts(o, engine, o.context), {}
+    for shape in o.shapes:
+        for temperature in (0.0, 1.0):
+            how = Sampling(o.tokens, temperature, seed=1, ignore_eos=True)
+            events = list(engine.stream(prompt, how, shape=shape, details=not temperature))
+            rows = [e.tree.logits[e.accepted] for e in events if e.tree is not None]
+            ids = [token for event in events for token in event.tokens]
+            found[str(shape), temperature] = ids, torch.cat(rows).cpu() if rows else None
+    return found
+
+
+def differences(o, dtype: str, exact: bool):
+    """Sentences about what is not as it should be. exact: logits too, to the bit."""
+    ranks = spawn(decoded, o.tp, o, o.tp, dtype)
+    first, plain = ranks[0], ranks[0][str(PLAIN), 0.0]
+    for key, (ids, logits) in first.items():
+        what = f"{dtype}, shape {key[0]}, temperature {key[1]:g}"
+        for rank, other in enumerate(ranks[1:], 1):
+            if other[key][0] != ids or (logits is not None and not torch.equal(other[key][1], logits)):
+                yield f"{what}: rank {rank} differs from rank 0"
+        if key[1] == 0 and ids != plain[0]:
+            yield f"{what}: other ids than plain decoding"
+        if key[1] == 0 and exact and not torch.equal(logits, plain[1]):
+            yield f"{what}: other logits than plain decoding"
+    if dtype == "float32":
+        (alone,) = spawn(decoded, 1, o, 1, dtype)
+        for key, (ids, _) in first.items():
+            if alone[key][0] != ids:
+                yield f"{dtype}, shape {key[0]}, temperature {key[1]:g}: other ids than on one device"
+
+
+class Different(RuntimeError):
+    """Ranks, shapes or devices disagree."""
+
+
+def run(o, typed: str) -> list[str]:
+    """Compare; Different where anything differs."""
+    gpu, lines = device_of(o.device).type == "cuda", []
+    for dtype in ("float32", "bfloat16") if gpu else ("float32",):
+        found = list(differences(o, dtype, exact=gpu and dtype == "bfloat16"))
+        if found:
+            raise Different("; ".join(found))
+        cases = len(o.shapes) * 2
+        lines.append(f"{dtype}: {cases} runs on {o.tp} ranks, {o.tokens} tokens each: all as they should be")
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    try:
+        return command.main("bench.lockstep", parse, run, argv, ranks=False)
+    except Different as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

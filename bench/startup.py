@@ -1,0 +1,131 @@
+"""`python -m bench.startup`: how fast ranks start. A checkpoint of an architecture's shapes is written to a folder
+(on a RAM disk, say), read by every rank, and the default shapes are captured."""
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from engine import Engine, spawn
+from engine.engine import DEFAULT_SHAPE
+from engine.loading import Options, open_target
+from engine.options import Parser, least
+from engine.plan import Plan
+from engine.shape import PLAIN
+from engine.tp import TP
+from kernels import REFERENCE
+from weights.config import Refused
+
+from . import command, results
+from .results import Figure, Workload
+
+SHARD = 4 << 30  # bytes, about
+
+
+def parser() -> Parser:
+    """Options."""
+    p = Parser(prog="python -m bench.startup", allow_abbrev=False, description=__doc__)
+    add = p.add_argument
+    add("--random", default="qwen3-30b-a3b", metavar="NAME|FILE", help="default %(default)s")
+    add("--draft", default="random:qwen3-30b-a3b-eagle3", metavar="random:NAME|none", help="default %(default)s")
+    add("--layers", type=least(1), metavar="N", help="as many layers")
+    add("--folder", default="/dev/shm", metavar="DIR", help="a checkpoint is written below it; default %(default)s")
+    command.parallel_options(add)
+    command.device_options(add)
+    p.set_defaults(tp=2)
+    return p
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Options as given. Raises Refused."""
+    o = command.options(parser(), argv)
+    if not Path(o.folder).is_dir():
+        raise Refused(f"--folder {o.folder}: no such directory")
+    o.draft = None if o.draft == "none" else o.draft
+    results.writable(o.json)
+    return o
+
+
+def write(o, folder: Path) -> int:
+    """A checkpoint of the architecture's shapes, bf16, its numbers small and of no meaning; returns its bytes."""
+    opened = open_target(Options(random=o.random, layers=o.layers))
+    plan = Plan(opened, None, None, 2, REFERENCE, TP(), TP(), torch.bfloat16, False)
+    plan.build("meta")  # the checkpoint learns its names
+    checkpoint, drawn, shard, total, place = opened.checkpoint, {}, {}, 0, {}
+
+    def flush():
+        if shard:
+            name = f"model-{len(set(place.values())) + 1:05d}-of-99999.safetensors"
+            save_file(shard, folder / name)
+            place.update(dict.fromkeys(shard, name))
+            shard.clear()
+
+    for name in tqdm(checkpoint.names(), desc="written", unit="", disable=None, leave=False):
+        shape, dtype = checkpoint.shape(name), checkpoint.dtype(name)
+        if (shape, dtype) not in drawn:
+            drawn[shape, dtype] = (torch.rand(shape) * 0.02).to(dtype)
+        shard[name] = drawn[shape, dtype].clone()
+        total += shard[name].nbytes
+        if sum(tensor.nbytes for tensor in shard.values()) > SHARD:
+            flush()
+    flush()
+    (folder / "config.json").write_text(json.dumps(checkpoint.config), encoding="utf-8")
+    index = {"metadata": {"total_size": total}, "weight_map": place}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    return total
+
+
+def loaded(o, folder: str) -> dict:
+    """On a rank: what its load took."""
+    ranks = command.parallel(o) if o.tp > 1 else {}
+    how = {"device": o.device, "dtype": o.dtype or "bfloat16", "graphs": o.graphs, "max_batch": 1, "max_context": 1024}
+    engine = Engine.load(folder, o.draft, **how, **ranks)
+    for shape in (PLAIN, DEFAULT_SHAPE) if engine.drafter is not None else (PLAIN,):
+        engine.prepare(shape)
+    parts = engine.parts
+    found = results.environment(parts.device, parts.dtype, parts.tp.size)
+    nbytes = parts.reports[0].nbytes  # the target's: the draft's are drawn, not read
+    return {"load": parts.load_ms, "bytes": nbytes, "capture": engine.graphs.capture_ms, "environment": found}
+
+
+def run(o, typed: str) -> list[Figure]:
+    """Write, load, capture; the checkpoint is removed again."""
+    folder = Path(o.folder) / f"startup-{Path(o.random).stem}"
+    if folder.exists():
+        raise Refused(f"{folder}: it is there already; supported: another --folder, or remove it")
+    folder.mkdir()
+    try:
+        total = write(o, folder)
+        ranks = spawn(loaded, o.tp, o, str(folder))
+    finally:
+        shutil.rmtree(folder)
+    slowest = max(rank["load"] for rank in ranks)
+    held = ", ".join(f"{rank['bytes'] / 1e9:.2f}" for rank in ranks)
+    share = f"of {total / 1e9:.2f} GB; {held} GB a rank"
+    rates = [rank["bytes"] / rank["load"] / 1e6 for rank in ranks]
+    figures = [
+        Figure.of("load", "ms", slowest, note=f"the slowest rank, {share}"),
+        Figure.of("read", "GB/s", min(rates), note="the slowest rank: its bytes / all of its load"),
+        Figure.of("capture", "ms", max(rank["capture"] for rank in ranks), note=f"{PLAIN} and {DEFAULT_SHAPE}"),
+    ]
+    if o.json:
+        config = json.dumps([o.random, o.layers])
+        load = Workload(
+            o.random, o.draft, o.layers or 0, o.tp, None, 1024, 1, o.dtype or "bfloat16", "nothing is decoded", config
+        )
+        results.write(o.json, results.document(typed, ranks[0]["environment"], load, figures))
+    return figures
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    return command.main("bench.startup", parse, run, argv, ranks=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""The measurements of several ranks, on the CPU: each says what it should, and notices what is wrong."""
+
+import json
+
+import pytest
+import torch
+from toys import draft_config, target_config
+
+from bench import collectives, failures, lockstep, startup
+
+
+def test_collectives(tmp_path, capsys):
+    """Every sum of every width and row count, the best of them, and what a pass makes of it."""
+    file = tmp_path / "run.json"
+    words = "--device cpu --rows 1 3 --columns 64 2048 --calls 2 --json"
+    assert collectives.main([*words.split(), str(file)]) == 0
+    said, names = capsys.readouterr().out, {figure["name"] for figure in json.loads(file.read_text())["figures"]}
+    assert "ordered+norm [as found].3x64" in names and len(names) == 12
+    assert said.count("is the fastest") == 4 and "makes 96 of them" in said and "sums: gloo" in said
+
+
+@pytest.mark.parametrize("setting", ["PROTO=LL", "NCCL_PROTO"])
+def test_a_setting_that_is_none_is_refused(setting, capsys):
+    assert collectives.main(["--settings", setting]) == 2
+    assert f"--settings '{setting}'" in capsys.readouterr().err
+
+
+def test_lockstep(toys, capsys):
+    words = ["--target", toys.history(), "--draft", toys.random_draft(), "--device", "cpu", "--tokens", "8"]
+    assert lockstep.main([*words, "--context", "20"]) == 0
+    assert "float32: 6 runs on 2 ranks, 8 tokens each: all as they should be" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rank, key, said", [
+    (1, ("3-1-4", 1.0), "rank 1 differs"), (0, ("3-1-4", 0.0), "plain decoding"), (2, ("0-1-1", 1.0), "one device"),
+])  # fmt: skip
+def test_lockstep_notices(monkeypatch, capsys, rank, key, said):
+    """A rank, a shape, a device that differs. Mutant: any of the comparisons left out."""
+    keys = [(shape, temperature) for shape in ("0-1-1", "3-1-4") for temperature in (0.0, 1.0)]
+    found = [{k: ([1, 2], torch.zeros(1, 4) if k[1] == 0 else None) for k in keys} for _ in range(3)]
+    found[rank][key] = ([1, 3], found[rank][key][1])
+    if rank == 0:
+        found[1][key] = found[2][key] = found[0][key]
+    monkeypatch.setattr(lockstep, "spawn", lambda function, size, *args: found[:2] if size == 2 else found[2:])
+    assert lockstep.main(["--device", "cpu", "--shapes", "3-1-4"]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_startup(tmp_path, capsys):
+    """Every rank's load of a written checkpoint, which is gone afterwards."""
+    for name, kind, config in (("t", "target", target_config()), ("d", "draft", draft_config())):
+        (tmp_path / f"{name}.json").write_text(json.dumps({kind: config}))
+    words = ["--random", str(tmp_path / "t.json"), "--draft", f"random:{tmp_path / 'd.json'}", "--device", "cpu"]
+    (tmp_path / "ram").mkdir()
+    assert startup.main([*words, "--folder", str(tmp_path / "ram")]) == 0
+    assert "GB/s" in capsys.readouterr().out and list((tmp_path / "ram").iterdir()) == []
+
+
+def test_failures(capsys):
+    assert failures.main(["--device", "cpu", "--when", "load"]) == 0
+    assert "rank 1: was killed by SIGKILL" in capsys.readouterr().out
+
+
+def test_failures_notices(monkeypatch, capsys):
+    """Another rank that is blamed. Mutant: nobody looks at what was said."""
+
+    def spawn(function, size, o, when, stamp):
+        with open(stamp, "w") as file:
+            file.write("0")
+        raise failures.RankFailed("rank 0: lost the others")
+
+    monkeypatch.setattr(failures, "spawn", spawn)
+    assert failures.main(["--device", "cpu", "--when", "load"]) == 1
+    assert "rank 0: lost the others" in capsys.readouterr().err
