@@ -4,8 +4,6 @@ One operation, because a kernel that holds the projected rows can do head norms,
 the scores.
 """
 
-from . import attention, qkv
-
 
 def composed(place, attend):
     """An operation from its two halves, e.g. qkv.fused and attention.fused."""
@@ -30,7 +28,3 @@ def composed(place, attend):
         return attend(q, k_plane, v_plane, pages, prefix, tree, page_size, scale, window, sinks)
 
     return operation
-
-
-reference = composed(qkv.reference, attention.reference)
-fused = composed(qkv.fused, attention.fused)

@@ -1,8 +1,6 @@
 """A mixture-of-experts block: norm, routing, experts, residual. One operation, because kernels that share the router's
 choice need no list of pairs in memory."""
 
-from . import experts, routing
-
 
 def composed(route, run):
     """An operation from its two halves, e.g. routing.fused and experts.fused."""
@@ -16,7 +14,3 @@ def composed(route, run):
         return run(normed, ids, weights, gate_up, down, activation, residual)
 
     return operation
-
-
-reference = composed(routing.reference, experts.reference)
-fused = composed(routing.fused, experts.fused)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from . import attend, head, linear, mlp, moe, native_packed
+from . import head, native_packed
 from .routing import Routing
 from .structs import structure
 from .tile import groups
@@ -107,7 +107,9 @@ class Library:
     Raises Unavailable where it cannot be loaded or holds no code for this GPU.
     """
 
-    def __init__(self, path, device):
+    def __init__(self, path, device, base):
+        """base: the table whose operations serve sizes that no kernel here is built for."""
+        self.base = base
         try:
             self._library = ctypes.CDLL(str(path))
         except OSError as error:
@@ -146,15 +148,15 @@ class Library:
         return y
 
     def linear(self, x, weight, bias=None, residual=None):
-        """The twin of linear.reference."""
+        """The twin of REFERENCE.linear."""
         if not _projects(x.shape[1], False):
-            return linear.fused(x, weight, bias, residual)
+            return self.base.linear(x, weight, bias, residual)
         return self.project(x, None, 0.0, weight, bias, residual)
 
     def mlp(self, x, norm_weight, eps, gate_up, down, activation, residual=None):
-        """The twin of mlp.reference."""
+        """The twin of REFERENCE.mlp."""
         if activation != "silu" or not (_projects(x.shape[1], True) and _projects(down.shape[1], False)):
-            return mlp.fused(x, norm_weight, eps, gate_up, down, activation, residual)
+            return self.base.mlp(x, norm_weight, eps, gate_up, down, activation, residual)
         hidden = self.project(x, norm_weight, eps, gate_up, None, None, gated=True)
         return self.project(hidden, None, 0.0, down, None, residual)
 
@@ -162,12 +164,12 @@ class Library:
         self, x, norm_weight, eps, weight, bias, q_norm, k_norm, cos_sin, positions, index, pages, page_size,
         k_plane, v_plane, prefix, tree, scale, window=None, sinks=None,
     ):  # fmt: skip
-        """The twin of attend.reference."""
+        """The twin of REFERENCE.attend."""
         (b, t), (_, g, width), turned = positions.shape, k_plane.shape, cos_sin.shape[1]
         heads = weight.shape[0] // width - 2 * g
         fits = width in (64, 128) and heads // g in SHARES and turned % 64 == 0 and v_plane.shape[2] == width
         if t > 64 or not fits or not _projects(x.shape[1], norm_weight is not None):
-            return attend.fused(
+            return self.base.attend(
                 x, norm_weight, eps, weight, bias, q_norm, k_norm, cos_sin, positions, index, pages, page_size,
                 k_plane, v_plane, prefix, tree, scale, window, sinks,
             )  # fmt: skip
@@ -184,12 +186,12 @@ class Library:
         return y
 
     def moe(self, x, norm_weight, eps, gate, rule, bias, correction, gate_up, down, activation, residual):
-        """The twin of moe.reference."""
+        """The twin of REFERENCE.moe."""
         (experts, columns, width), rows = down.shape, x.shape[0]
         fits = columns in HIDDEN and width in WIDTHS and experts <= MOST_EXPERTS and activation == "silu"
         plain = rule == Routing(min(rule.top_k, MOST_CHOICES), rule.renormalise) and bias is None and correction is None
         if not (fits and plain):
-            return moe.fused(x, norm_weight, eps, gate, rule, bias, correction, gate_up, down, activation, residual)
+            return self.base.moe(x, norm_weight, eps, gate, rule, bias, correction, gate_up, down, activation, residual)
         tiles, x = groups(rows), x.contiguous()
         y = torch.empty_like(x)
         self.call(
@@ -206,7 +208,7 @@ class Library:
         """The twin of head.reference; more than the best one is chosen by the Triton kernels."""
         (rows, columns), vocabulary = x.shape, weight.shape[0]
         if k != 1 or columns not in HEADS:
-            return head.fused(x, norm_weight, eps, weight, k, logits)
+            return self.base.head(x, norm_weight, eps, weight, k, logits)
         keys = torch.empty(rows, self.blocks, dtype=torch.int64, device=x.device)
         tops, sums = (torch.empty(rows, self.blocks, dtype=torch.float32, device=x.device) for _ in range(2))
         self.call(
@@ -228,7 +230,7 @@ def table(base, device, announce=None):
     if torch.cuda.get_device_capability(device) < CAPABILITY:
         major, minor = torch.cuda.get_device_capability(device)
         raise Unavailable(f"compute capability {major}.{minor}; the kernels need {CAPABILITY[0]}.{CAPABILITY[1]}")
-    library = Library(build(announce=announce), device)
+    library = Library(build(announce=announce), device, base)
     names = ("linear", "mlp", "attend", "moe", "head")
     own = {name: getattr(Library, name) for name in names}
     own |= {name: getattr(native_packed, name) for name in ("experts_int4", "experts_mxfp4")}

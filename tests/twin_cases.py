@@ -150,20 +150,27 @@ def attend(
         (2, 5, 80, 6, 2, 20, 10, 4, [70, 7], "tree", None, False),
         (2, 7, 64, 4, 1, 64, 64, 16, [60, 140], "tree", 20, True),
         (1, 9, 64, 4, 4, 24, 24, 64, [33], "causal", None, False),
+        (2, 3, 64, 4, 2, 64, 64, 16, [62, 9], "beam", None, True),
     ),
 ):
     """cases: (B, T, D, heads, groups, head size, rotating lanes, page size, prefixes, kind, window, head norms)."""
     make = Make(dtype, device)
     for b, t, d, h, g, dh, turned, page, prefix, kind, window, normed in cases:
-        columns = -(-(max(prefix) + t + 3) // page)
+        columns = -(-(max(prefix) + 2 * t + 3) // page)
         pages = make.pages(b, columns)
         planes = make.planes(2, pages, page, g, dh)
         fill(make, planes, pages, page, prefix)
         start, node = make.ints(prefix)[:, None], torch.arange(t, device=device)
+        if kind == "beam":  # one step of a draft: row i has index t + i and continues node i of the step before
+            fill(make, planes, pages, page, [n + t for n in prefix])
+            node = node + t
         trees = [make.tree(t) for _ in range(b)]
         tree = make.ints([make.path_bits(tree) for tree in trees]) if kind == "tree" else None
         depths = [[bin(bits & (1 << 64) - 1).count("1") - 1 for bits in make.path_bits(tree)] for tree in trees]
         positions = start + (make.ints(depths) if kind == "tree" else node)
+        if kind == "beam":
+            bits = [1 << i | 1 << t + i for i in range(t)]
+            tree, positions = make.ints([bits] * b), (start + 1).repeat(1, t)
         weight, bias = make.weight((h + 2 * g) * dh, d), None if normed else make.floats((h + 2 * g) * dh)
         norms = (make.gain(dh), make.gain(dh)) if normed else (None, None)
         angles = make.floats(max(prefix) + t + 1, turned // 2, dtype=torch.float32)

@@ -1,10 +1,11 @@
 // A GQA layer's attention over few rows, after the projection: head norms, RoPE, cache write, attention under the one law
 // (kernels/attention.py), merge.
 //
-// Positions come in tiles of 64, counted from 0; tile s belongs to rank s mod 8 of a cluster, and the 16 positions from 16 w of
-// a tile to warp w. A warp folds its positions in ascending order; warps, then ranks, are merged in ascending order. All of
-// that follows from a query's own position, so neither the rows beside it nor the shape of its tree change a bit. A position below the prefix is that row of the cache; one past it is
-// the node of the query's own path (or, without bitsets, the row of the pass) at that depth.
+// Positions come in tiles of 64, counted from 0; tile s belongs to rank s mod 8 of a cluster, and the 16 positions from 16 w
+// of a tile to warp w. A warp folds its positions in ascending order; the partials of ranks and warps are merged in ascending
+// order. All of that follows from a query's own position, so neither the rows beside it nor the shape of its tree change a bit.
+// A position below the prefix is that row of the cache. One past it is the node of the query's own path at that depth: a row
+// of this pass where one has that index, else a row that an earlier pass over the same tree left in the cache.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -33,14 +34,14 @@ struct Attention {
   int t, heads, groups, turned, columns, table, page, window;
 };
 
-// What a block keeps in shared memory; nodes: this pass's own keys and values.
+// What a block keeps in shared memory: stages of keys and values, those of up to 64 nodes past the prefix, queries.
 template <int kWidth>
 struct Plane {
   static constexpr int kKey = kWidth + 32, kValue = kWidth + 8; // strides that keep 16-byte reads off each other's banks
   static constexpr size_t kStage = static_cast<size_t>(kTile) * (kKey + kValue);
-  static size_t bytes(int t, int stages) {
+  static size_t bytes(int stages) {
     const size_t out = static_cast<size_t>(kTile) * kWidth * 4, stage = stages * kStage * 2;
-    return (stage > out ? stage : out) + static_cast<size_t>(t) * (kKey + kValue) * 2 + static_cast<size_t>(kVectors) * kKey * 2;
+    return (stage > out ? stage : out) + static_cast<size_t>(kTile) * (kKey + kValue) * 2 + static_cast<size_t>(kVectors) * kKey * 2;
   }
 };
 
@@ -171,19 +172,21 @@ __global__ void __launch_bounds__(kWarps * 32) attend(Attention p) {
   __shared__ float top_of[kTile], norm_of[kTile];
   __shared__ uint8_t path[kBlock][kTile]; // node at each depth
   __shared__ int last_of[kBlock];
-  __shared__ int64_t slot_of[kTile]; // of the cache, for each node; -1: not written
+  __shared__ int64_t slot_of[kTile]; // of the cache, for each node; -1: there is none
+  __shared__ int node_of[kTile];     // of each row of the pass, -1: padding
+  __shared__ unsigned long long wanted, present; // nodes on some path of the block; nodes that are rows of the pass
   __shared__ uint8_t broken[kTile]; // nodes whose key or value is not finite
   bf16 *stage = reinterpret_cast<bf16 *>(attention_memory);
   float *result = reinterpret_cast<float *>(attention_memory); // over the stages, when they have been read
   const size_t held = kStages * P::kStage * 2 > static_cast<size_t>(kTile) * kWidth * 4 ? kStages * P::kStage : static_cast<size_t>(kTile) * kWidth * 2;
-  bf16 *node_keys = stage + held, *node_values = node_keys + static_cast<size_t>(p.t) * P::kKey;
-  bf16 *queries = node_values + static_cast<size_t>(p.t) * P::kValue;
+  bf16 *node_keys = stage + held, *node_values = node_keys + static_cast<size_t>(kTile) * P::kKey;
+  bf16 *queries = node_values + static_cast<size_t>(kTile) * P::kValue;
   namespace cg = cooperative_groups;
   cg::cluster_group cluster = cg::this_cluster();
   const int rank = static_cast<int>(cluster.block_rank()), group = blockIdx.x / kRanks, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int first_row = blockIdx.y * kBlock, b = blockIdx.z, rows = min(kBlock, p.t - first_row);
   const int64_t line0 = static_cast<int64_t>(b) * p.t;
-  const int prefix = static_cast<int>(load_long(p.prefix + b)), end = prefix + p.t; // no query lies past `end`
+  const int prefix = static_cast<int>(load_long(p.prefix + b));
   const int *pages = p.pages + static_cast<int64_t>(b) * p.table;
   int start = rank;
   if (p.window) {
@@ -191,7 +194,7 @@ __global__ void __launch_bounds__(kWarps * 32) attend(Attention p) {
     start += (oldest - start + kRanks - 1 > 0 ? (oldest - start + kRanks - 1) / kRanks : 0) * kRanks;
   }
   auto fetch = [&](int s, int place) {
-    if (s * kTile < end) {
+    if (s * kTile < prefix) {
       bf16 *k = stage + place * P::kStage, *v = k + kTile * P::kKey;
       const int count = min(kTile, prefix - s * kTile);
 #pragma unroll 1
@@ -206,28 +209,48 @@ __global__ void __launch_bounds__(kWarps * 32) attend(Attention p) {
     }
     commit_copies();
   };
-  // committed rows are older than the kernel before this one, which only projects
-#pragma unroll 1
-  for (int i = 0; i < kStages; i++) fetch(start + i * kRanks, i);
   const bool writes = rank == 0 && blockIdx.y == 0;
+  if (threadIdx.x == 0) wanted = present = 0;
+  __syncthreads();
   if (threadIdx.x < kTile) {
+    const unsigned row = prefix + threadIdx.x, page = row / static_cast<unsigned>(p.page);
+    const bool inside = page < static_cast<unsigned>(p.columns);
+    slot_of[threadIdx.x] = inside ? static_cast<int64_t>(pages[page]) * p.page + (row - page * p.page) : -1;
     broken[threadIdx.x] = 0;
-    const int64_t row = static_cast<int>(threadIdx.x) < p.t ? load_long(p.index + line0 + threadIdx.x) : -1;
-    const bool written = writes && row >= 0 && row < static_cast<int64_t>(p.columns) * p.page;
-    const unsigned at = written ? static_cast<unsigned>(row) : 0, page = at / static_cast<unsigned>(p.page);
-    slot_of[threadIdx.x] = written ? static_cast<int64_t>(pages[page]) * p.page + (at - page * p.page) : -1;
+    if (static_cast<int>(threadIdx.x) < p.t) {
+      const int64_t node = load_long(p.index + line0 + threadIdx.x) - prefix; // below zero: padding
+      node_of[threadIdx.x] = node >= 0 && node < kTile ? static_cast<int>(node) : -1;
+      if (node >= 0 && node < kTile) atomicOr(&present, 1ull << node);
+    }
   }
   for (int r = warp; r < rows; r += kWarps) {
     const uint64_t bits = p.tree ? static_cast<uint64_t>(load_long(p.tree + line0 + first_row + r)) : (2ull << (first_row + r)) - 1ull;
     const uint64_t below = (1ull << lane) - 1ull;
     if (bits >> lane & 1ull) path[r][__popcll(bits & below)] = static_cast<uint8_t>(lane);
     if (bits >> (lane + 32) & 1ull) path[r][__popcll(bits & ((below << 32) | 0xffffffffull))] = static_cast<uint8_t>(lane + 32);
-    if (lane == 0) last_of[r] = prefix + __popcll(bits) - 1;
+    if (lane == 0) last_of[r] = prefix + __popcll(bits) - 1, atomicOr(&wanted, static_cast<unsigned long long>(bits));
   }
+  __syncthreads();
+  int end = prefix; // past the last position that a query of the block sees
+  for (int r = 0; r < rows; r++) end = max(end, last_of[r] + 1);
   const int lanes = (p.heads + 2 * p.groups) * kWidth;
   // does this block fold a tile that reaches past the prefix? The first of them is the tile of the prefix itself
   bool own_nodes = writes;
   for (int s = prefix / kTile; s * kTile < end; s++) own_nodes |= s % kRanks == rank;
+  // rows of the cache are older than the kernel before this one, which only projects
+  const unsigned long long earlier = own_nodes ? wanted & ~present : 0;
+  if (earlier) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kTile * (kWidth / 8); i += kWarps * 32) {
+      const int node = i / (kWidth / 8), c = i % (kWidth / 8) * 8;
+      if (!(earlier >> node & 1ull) || slot_of[node] < 0) continue;
+      const size_t from = (static_cast<size_t>(slot_of[node]) * p.groups + group) * kWidth + c;
+      copy_async(node_keys + node * P::kKey + c, p.keys + from, true);
+      copy_async(node_values + node * P::kValue + c, p.values + from, true);
+    }
+  }
+#pragma unroll 1
+  for (int i = 0; i < kStages; i++) fetch(start + i * kRanks, i); // the first one's group holds the nodes too
   // a warp's jobs: keys of the pass's nodes (where they are needed), then queries
   const int node_jobs = own_nodes ? p.t : 0, jobs = node_jobs + rows * kShare;
   auto line_of = [&](int job) { return job < node_jobs ? line0 + job : line0 + first_row + (job - node_jobs) / kShare; };
@@ -237,7 +260,6 @@ __global__ void __launch_bounds__(kWarps * 32) attend(Attention p) {
     q_gain[j] = p.q_gain ? __bfloat162float(p.q_gain[j * 32 + lane]) : 1.f;
     k_gain[j] = p.k_gain ? __bfloat162float(p.k_gain[j * 32 + lane]) : 1.f;
   }
-  __syncthreads(); // slots and paths are there
 #pragma unroll 1
   for (int first_job = warp; first_job - warp < jobs; first_job += kTogether * kWarps) {
     float v[kTogether][kMany], angle[kTogether][kMany];
@@ -266,13 +288,15 @@ __global__ void __launch_bounds__(kWarps * 32) attend(Attention p) {
 #pragma unroll
       for (int j = 0; j < kMany; j++) gain[j] = key ? k_gain[j] : q_gain[j];
       turn<kWidth, kHalf>(v[i], gain, (key ? p.k_gain : p.q_gain) != nullptr, angle[i], p.eps);
-      const int64_t slot = key ? slot_of[job] : -1;
-      bf16 *to = (key ? node_keys + static_cast<size_t>(job) * P::kKey : queries + static_cast<size_t>(job - node_jobs) * P::kKey) + lane;
+      const int node = key ? node_of[job] : 0;
+      if (node < 0) continue;
+      const int64_t slot = key && writes ? slot_of[node] : -1;
+      bf16 *to = (key ? node_keys + static_cast<size_t>(node) * P::kKey : queries + static_cast<size_t>(job - node_jobs) * P::kKey) + lane;
       bf16 *row = p.keys + (static_cast<size_t>(slot) * p.groups + group) * kWidth + lane;
 #pragma unroll
       for (int j = 0; j < kMany; j++) {
         if (slot >= 0) row[j * 32] = __float2bfloat16(v[i][j]);
-        if (key && !(fabsf(v[i][j]) < INFINITY)) v[i][j] = 0.f, broken[job] = 1; // 0 * NaN is NaN: only who sees it may get it
+        if (key && !(fabsf(v[i][j]) < INFINITY)) v[i][j] = 0.f, broken[node] = 1; // 0 * NaN is NaN: only who sees it may get it
         to[j * 32] = __float2bfloat16(v[i][j]);
       }
     }
@@ -280,9 +304,10 @@ __global__ void __launch_bounds__(kWarps * 32) attend(Attention p) {
   if (own_nodes) { // values as they are, 16 bytes a thread
 #pragma unroll 1
     for (int i = threadIdx.x; i < p.t * (kWidth / 8); i += kWarps * 32) {
-      const int node = i / (kWidth / 8), c = i % (kWidth / 8) * 8;
-      uint4 v = load_rows(p.projected + (line0 + node) * lanes + (p.heads + p.groups + group) * kWidth + c);
-      const int64_t slot = slot_of[node];
+      const int row = i / (kWidth / 8), node = node_of[row], c = i % (kWidth / 8) * 8;
+      if (node < 0) continue;
+      uint4 v = load_rows(p.projected + (line0 + row) * lanes + (p.heads + p.groups + group) * kWidth + c);
+      const int64_t slot = writes ? slot_of[node] : -1;
       if (slot >= 0) *reinterpret_cast<uint4 *>(p.values + (static_cast<size_t>(slot) * p.groups + group) * kWidth + c) = v;
       uint32_t *word = reinterpret_cast<uint32_t *>(&v);
 #pragma unroll
@@ -379,7 +404,7 @@ __global__ void __launch_bounds__(kWarps * 32) attend(Attention p) {
 template <int kWidth, int kShare, int kHalf>
 inline cudaError_t launch_attend(const Attention &p, int batch, cudaStream_t stream) {
   const dim3 grid(kRanks * p.groups, (p.t + kVectors / kShare - 1) / (kVectors / kShare), batch);
-  return launch(attend<kWidth, kShare, kHalf>, grid, kWarps * 32, Plane<kWidth>::bytes(p.t, 2), stream, kRanks, p);
+  return launch(attend<kWidth, kShare, kHalf>, grid, kWarps * 32, Plane<kWidth>::bytes(2), stream, kRanks, p);
 }
 
 template <int kWidth, int kHalf>

@@ -97,10 +97,7 @@ __device__ __forceinline__ float4 add(float4 a, float4 b) { return make_float4(a
 
 // Bytes of weights that a block keeps in flight: enough to keep memory busy, little enough that a kernel and the next one fit
 // on a multiprocessor together, so that the next one's first weights are on their way before it may start.
-#ifndef UNITS
-#define UNITS 5
-#endif
-constexpr int kUnitBytes = 16 * 1024, kUnitsInFlight = UNITS;
+constexpr int kUnitBytes = 16 * 1024, kUnitsInFlight = 5;
 
 // A block's stream of weight tiles, 16 rows each. Every thread has a ring of its own in shared memory, used as more registers:
 // nobody else reads its slots, so waiting for its own copies is all the synchronisation there is.
@@ -110,10 +107,10 @@ constexpr int kUnitBytes = 16 * 1024, kUnitsInFlight = UNITS;
 //
 // Aim: function (tile, const bf16 *&top, const bf16 *&bottom, bool &has_top, bool &has_bottom) that points at the thread's
 // columns of rows g and g + 8 of a tile.
-template <int kThreads, int kPieces, class Aim>
+template <int kThreads, int kPieces, class Aim, int kInFlight = kUnitsInFlight>
 struct Stream {
   static constexpr int kFit = kUnitBytes / (kThreads * 32), kQ = kFit < 1 ? 1 : kFit < kPieces ? kFit : kPieces;
-  static constexpr int kParts = kPieces / kQ, kUnits = kUnitsInFlight;
+  static constexpr int kParts = kPieces / kQ, kUnits = kInFlight;
   static constexpr size_t kBytes = static_cast<size_t>(kUnits) * kQ * 32 * kThreads;
   static_assert(kPieces % kQ == 0, "units are whole pieces");
   uint4 *slot, *const begin_slot;

@@ -10,7 +10,19 @@
 namespace eagle3 {
 
 constexpr int kExperts = 512; // at most
-constexpr int kDownUnits = 8; // pieces of weights in flight, a warp
+#ifndef DOWN
+#define DOWN 8
+#endif
+#ifndef UP
+#define UP 5
+#endif
+#ifndef UPB
+#define UPB 1
+#endif
+constexpr int kDownUnits = DOWN; // pieces of weights in flight, a warp
+constexpr int kUpUnits = UP; // units of gate and up in flight
+template <int kPieces>
+constexpr size_t kUpBytes = Stream<256, kPieces, Nowhere, kUpUnits>::kBytes;
 constexpr int kChosen = 64;   // experts of a group, at most: 8 rows of 8 choices
 
 struct Experts {
@@ -187,7 +199,7 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
   __shared__ float partial[8 * kRows];
   __shared__ uint4 gains[32 * kPieces];
   __shared__ int list[kChosen], count;
-  float *weight = reinterpret_cast<float *>(ring_memory + kRingBytes<256, kPieces> / 16);
+  float *weight = reinterpret_cast<float *>(ring_memory + kUpBytes<kPieces> / 16);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2;
   const int column = warp * kPieces * kPiece + (lane & 3) * 8, row = blockIdx.y * kRows + g;
   uint4 w[kPieces], b[kPieces];
@@ -229,7 +241,7 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
     top = p.gate_up + (static_cast<size_t>(list[u]) * 2 * p.width + i) * p.columns + column;
     bottom = top + static_cast<size_t>(p.width) * p.columns;
   };
-  Stream<256, kPieces, decltype(aim)> stream(ring_memory, aim, tiles);
+  Stream<256, kPieces, decltype(aim), kUpUnits> stream(ring_memory, aim, tiles);
 #pragma unroll 1
   for (int tile = 0; tile < tiles; tile++) {
     store_partial<256>(red[tile & 1], stream.multiply(b));
@@ -318,8 +330,8 @@ __global__ void __launch_bounds__(kThreads, 2) combine_down(Experts p) {
 template <int kPieces, int kMany>
 inline cudaError_t launch_gate_up(const Experts &p, int blocks, cudaStream_t stream) {
   const int groups = (p.rows + kRows - 1) / kRows;
-  const size_t shared = kRingBytes<256, kPieces> + static_cast<size_t>(kRows) * p.experts * 4;
-  if (groups == 1) return launch(gate_up<kPieces, true, kMany>, dim3(blocks), 256, shared, stream, 1, p);
+  const size_t shared = kUpBytes<kPieces> + static_cast<size_t>(kRows) * p.experts * 4;
+  if (groups == 1) return launch(gate_up<kPieces, true, kMany>, dim3(blocks * UPB), 256, shared, stream, 1, p);
   const cudaError_t e = launch(router<kPieces>, dim3(p.experts < blocks ? p.experts : blocks, groups), 256, 0, stream, 1, p);
   if (e != cudaSuccess) return e;
   return launch(gate_up<kPieces, false, kMany>, dim3(blocks, groups), 256, shared, stream, 1, p);
