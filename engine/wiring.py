@@ -21,7 +21,7 @@ from .forced import Teacher, due, guesses, handing_out
 
 PASSES = 3  # of the head over each position: recycling shows from the second on
 BLOCK = 16  # positions in a row that count as one observation: neighbours are no independent ones
-FEWEST = 8 * BLOCK  # positions below which nothing is said
+FEWEST = 16 * BLOCK  # positions below which nothing is said
 POINTS, ERRORS = 0.02, 3.0  # a reading is better by more than so much, and by so many standard errors
 WINDOW = 512  # most tokens of one text
 SHORT = 1024  # tokens of the check at load
@@ -63,7 +63,7 @@ def ascending(boundaries):
     return tuple(sorted(boundaries, key=lambda i: math.inf if i == FINAL else i))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Finding:
     """How a reading did: hits [positions, passes] bool, the same positions for every reading."""
 
@@ -124,7 +124,7 @@ class Examination:
     target over the texts.
 
     Args:
-        parts: engine.loading.Parts; texts: lists of ids, the longer ones cut to WINDOW; capture: what is in force.
+        parts: engine.loading.Parts, with what is in force; texts: lists of ids, the longer ones cut to WINDOW.
         fields: of Eagle3Config, whose other readings are tried too; boundaries: try other ones too.
         bar: object whose `update` is told of tokens done, or None.
 

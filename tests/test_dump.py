@@ -227,14 +227,19 @@ def training(dumped, out, *more):
 
 
 def test_lessons_of_a_dump_are_the_targets(dumped):
-    """Mutants: features of another row; windows that cross into the next sequence; logits of the normed hidden normed
-    again; the same windows at every step."""
+    """Mutants: features of another row; windows that cross into the next sequence, or all begin with one; logits of the
+    normed hidden normed again; the same windows at every step."""
     opened = open_target(Options(target=dumped[0]))
     o = Namespace(dump=dumped[1], target=dumped[0], length=40, batch=5, seed=2, sharpen=1.5, device=torch.device("cpu"))
     study, ids = FromDump(o, opened), torch.arange(0, V, 2)
     lesson = study.lesson(7, ids)
     assert not torch.equal(lesson.tokens, study.lesson(8, ids).tokens)
     assert torch.equal(lesson.tokens, study.lesson(7, ids).tokens)
+    text, places = torch.randint(V, (4000,), generator=torch.Generator().manual_seed(1)).unfold(0, 40, 1), []
+    for window in lesson.tokens:
+        (at,) = (text == window).all(1).nonzero()[:, 0].tolist()
+        places.append(at % 60)
+    assert max(places) <= 20 and len(set(places)) > 2
     target = pair(dumped[0], capture_layers="output:1,2").target
     want = Teacher(target, 5, 60, "cpu").lesson(lesson.tokens, ids, 1.5)  # this target looks at no other token
     torch.testing.assert_close(lesson.features, want.features, atol=1e-5, rtol=1e-5)

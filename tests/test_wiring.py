@@ -203,6 +203,24 @@ def test_an_ambiguous_head_is_measured_at_load(tmp_path, capsys):
     assert mine["emitted_per_cycle"] == theirs["emitted_per_cycle"] and mine["cycles"] < worse["cycles"]
 
 
+def test_a_speculators_head_without_its_switch_is_measured(tmp_path):
+    """Its residual is normed to vLLM and not to the library: to this head it is not. The layers are no question.
+    Mutants: its guess kept in the report; another switch than the open one taken; boundaries called measured."""
+
+    def change(config, tensors):
+        layer = {key: value for key, value in config.items() if key not in ("architectures", "eagle_config")}
+        draft_vocab = layer.pop("draft_vocab_size")
+        config.clear()
+        config.update(architectures=["Eagle3Speculator"], speculators_model_type="eagle3", draft_vocab_size=draft_vocab)
+        config.update({IDS: [2, 4, 6], "transformer_layer_config": layer, "speculators_version": "0.3.0"})
+
+    engine = Engine.load(str(DEMO / "target"), altered(tmp_path, change), device="cpu", max_batch=1)
+    parts = engine.parts
+    assert (parts.capture.source, engine.target.boundaries) == ("config", HELD) and parts.reports[1].guessed == []
+    assert not engine.drafter.config.norm_before_residual and len(parts.measured) == 1
+    assert parts.measured[0].startswith("norm_before_residual False (measured: top-1 ")
+
+
 def test_a_right_guess_is_confirmed(tmp_path):
     """Mutant: only a change counts as measured."""
 
@@ -229,7 +247,7 @@ def test_what_makes_no_difference_stays_a_guess(toys):
 
 
 REFUSED = {
-    "--tokens 12": "--tokens: '12' is not supported; supported: whole numbers from 128",
+    "--tokens 12": "--tokens: '12' is not supported; supported: whole numbers from 256",
     "--draft none": "--draft none: there is no trained head",
     "--draft random:qwen3-30b-a3b-eagle3": "no trained head",
     "--text /nowhere": "--text /nowhere: cannot be read",
@@ -252,7 +270,7 @@ def test_a_text_too_short_to_tell_is_refused(tmp_path, capsys):
     (tmp_path / "short.txt").write_text("import os\n" * 20)
     assert diagnose.main(["--device", "cpu", "--text", str(tmp_path / "short.txt")]) == 2
     error = capsys.readouterr().err
-    assert "positions to look at; supported: at least 128" in error and error.count("\n") == 1
+    assert "positions to look at; supported: at least 256" in error and error.count("\n") == 1
 
 
 def test_the_list_of_options_is_frozen():
@@ -263,7 +281,7 @@ def test_the_list_of_options_is_frozen():
 def test_ranks_examine_together(tmp_path, capfd):
     """Two ranks say what one says, once. Mutants: every rank prints; exit code 3 taken for a rank's failure."""
     head = altered(tmp_path, lambda config, _: config["eagle_config"].update({IDS: [2, 4, 6]}))
-    words = ["--draft", head, "--device", "cpu", "--tokens", "256"]
+    words = ["--draft", head, "--device", "cpu", "--tokens", "400"]
     assert diagnose.main(words) == 3
     one = capfd.readouterr().out.splitlines()
     assert diagnose.main([*words, "--tp", "2"]) == 3

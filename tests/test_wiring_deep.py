@@ -124,7 +124,7 @@ def test_every_kind_of_head_can_be_examined(toys, capsys, name, readings):
     Mutants: fusion fed with a boundary where it expects the final norm; a twin that shares the cache of another."""
     layout = (HEADS | LAYOUTS)[name]
     head, _ = layout.save(toys)
-    words = ["--target", deepseek(toys, layers=EIGHT), "--draft", head, "--tokens", "300", "--device", "cpu"]
+    words = ["--target", deepseek(toys, layers=EIGHT), "--draft", head, "--tokens", "400", "--device", "cpu"]
     assert diagnose.main(words) == 0
     said = capsys.readouterr().out
     assert readings in said and "recycling" in said and said.splitlines()[-1].startswith("verdict: ")
