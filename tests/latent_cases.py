@@ -38,6 +38,7 @@ def mla_attention(dtype, device):
         (1, 40, 6, 64, 16, 16, 16, [97], "tree"),
         (1, 64, 2, 16, 4, 16, 16, [70], "tree"),
         (2, 6, 40, 16, 16, 12, 4, [79, 80], "causal"),
+        (1, 2, 2, 16, 4, 8, 16, [2200], "chain"),  # more splits than lanes
         (1, 70, 4, 70, 6, 16, 64, [30], "causal"),
     ):
         columns = -(-(max(prefix) + t + 3) // page)

@@ -11,7 +11,7 @@ from weights.fields import Fields, architecture
 from weights.keys import expert_groups, full_attention, plain_llama
 from weights.latent import Latent, latent_rope
 from weights.rotary import Rope
-from weights.targets import eos_ids
+from weights.targets import choices, eos_ids
 
 NESTED = {"KimiK25ForConditionalGeneration": "text_config"}  # architecture -> key of its language model's settings
 KINDS = {  # architecture -> `model_type` of the language model
@@ -112,10 +112,8 @@ class DeepseekConfig:
 
 def _routing(fields: Fields, softmax: bool) -> dict:
     """How experts are chosen. Refused: what the model's own loaders do not compute, or compute differently."""
-    experts, chosen = fields.int("n_routed_experts"), fields.int("num_experts_per_tok")
-    if chosen > experts:
-        raise fields.refuse("num_experts_per_tok", f"at most the {experts} experts")
-    common = {"experts": experts, "experts_per_token": chosen, "scale": fields.float("routed_scaling_factor", 1.0)}
+    found = choices(fields, "n_routed_experts", "num_experts", "num_local_experts")
+    common = {**found, "scale": fields.float("routed_scaling_factor", 1.0)}
     if softmax:
         fields.choice("scoring_func", ("softmax",), "softmax")
         fields.choice("topk_method", ("greedy",), "greedy")
@@ -124,6 +122,6 @@ def _routing(fields: Fields, softmax: bool) -> dict:
         return common | {"score": "softmax", "norm_topk_prob": False, "groups": 1, "top_groups": 1}
     fields.choice("scoring_func", ("sigmoid",), "sigmoid")
     fields.choice("topk_method", ("noaux_tc",), "noaux_tc")
-    groups, kept = expert_groups(fields, experts, chosen)
+    groups, kept = expert_groups(fields, **found)
     norm = fields.bool("norm_topk_prob")
     return common | {"score": "sigmoid", "norm_topk_prob": norm, "groups": groups, "top_groups": kept}
