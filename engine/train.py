@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from weights.config import Eagle3Config, Refused
+from weights.deepseek import language
 
 from .forced import PAGE
 from .lessons import FromDump, FromText
@@ -208,7 +209,8 @@ def run(o, argv):
         raise Refused(f"--length {o.length}: supported: up to the target's {opened.config.max_positions} positions")
     study = FromDump(o, opened) if o.dump else None
     override = o.capture_layers if study is None else study.override
-    raw, capture = describe(opened.config, opened.checkpoint.config, o.draft_vocab, o.intermediate, override)
+    said = language(opened.checkpoint.config, opened.checkpoint.where).raw
+    raw, capture = describe(opened.config, said, o.draft_vocab, o.intermediate, override)
     config = Eagle3Config.read(raw, "the head")
     study = study or FromText(o, opened, capture, say, None if state is None else state["own"])
     say(f"capture layers: boundaries {list(capture.boundaries)} ({capture.why}); {study.about}")

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import VARIANTS, checkpoint
+from latent_toys import KIMI, deepseek, nested
 from safetensors import safe_open
 from safetensors.torch import load_file
 from toys import V, pair
@@ -290,6 +292,26 @@ def test_training_refuses_dumps_it_cannot_use(dumped, toys, tmp_path, capsys):
     shard.write_bytes(b"\xff" * len(stored))
     refused(training(dumped, tmp_path), "shard-00003.safetensors", "cannot be read")
     shard.write_bytes(stored)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "glm groups", "mixtral windowed, tied", "Kimi-K2.5"])
+def test_every_family_can_be_learnt_from(toys, tmp_path, name):
+    """Embedding, norm and head alone of targets whose layers differ in kind, whose names have a prefix, that are tied.
+    Mutants: a table of layers longer than the layers; the prefix not part of what is skipped; the outer rope."""
+    if name == "Kimi-K2.5":
+        target = nested(toys, deepseek(toys, layers=4, rope_theta=777.0, **KIMI))
+    else:
+        target = checkpoint(tmp_path / "target", VARIANTS[name])
+    ids = torch.randint(V, (300,), generator=torch.Generator().manual_seed(1))
+    ids.numpy().astype("<u2").tofile(tmp_path / "text.bin")
+    argv = ["--target", target, "--prompts", tmp_path / "text.bin", "--out", tmp_path / "out", "--length", 40]
+    argv += ["--capture-layers", "output:1,2", "--device", "cpu"]
+    assert dump.main([str(word) for word in argv]) == 0
+    assert train.main(training((target, tmp_path / "out"), tmp_path / "head", "--steps", 2)) == 0
+    engine = pair(target, str(tmp_path / "head"))
+    assert engine.parts.capture.boundaries == (2, 3) and engine.generate([5, 9], Sampling(max_new_tokens=4))
+    theta = json.loads((tmp_path / "head" / "config.json").read_text())["rope_theta"]
+    assert theta == (777.0 if name == "Kimi-K2.5" else VARIANTS[name]["rope_theta"])
 
 
 def test_shards_are_plain_safetensors(dumped):
