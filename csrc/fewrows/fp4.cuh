@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) fp4_gate_up(Fp4Experts p) {
     const bf16 *from = p.x + static_cast<size_t>(row) * p.columns + column + i / 4 * 128 + t * 32 + i % 4 * 8;
     b[i] = row < p.rows && i / 4 * 4 + t < left ? paired(load_rows(from)) : make_uint4(0, 0, 0, 0);
   }
-  const unsigned pairs = choose_rows(p, choice) * p.width; // times the blocks: below 2^32
+  const unsigned pairs = choose_rows<kWarps * 32>(p, choice) * p.width; // times the blocks: below 2^32
   launch_dependents(); // the next kernel reads ids and weights before it waits: they are older than this one
   const int first = static_cast<int>(pairs * blockIdx.x / gridDim.x), last = static_cast<int>(pairs * (blockIdx.x + 1) / gridDim.x);
   const int tiles = (last - first + 7) / 8;
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) fp4_gate_up(Fp4Experts p) {
     if (tile < tiles) gate += place(tile, live) * (p.columns / 32) + column / 32;
     return fp4_scales(gate, gate + p.columns / 32, live, live, left);
   };
-#pragma unroll
+#pragma unroll 1
   for (int n = 0; n < kRing; n++) fetch(n);
   Fp4Scales next = scales(0);
   for (int tile = 0; tile < tiles; tile++) {
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kWarps * 32, 2) fp4_down(Fp4Experts p) {
   const int spans = (p.width + kInt4Span - 1) / kInt4Span, padded = spans * kInt4Span;
   char *ring = reinterpret_cast<char *>(ring_memory) + warp * kRing * kFp4Unit;
   float4 *red = reinterpret_cast<float4 *>(reinterpret_cast<char *>(ring_memory) + kWarps * kRing * kFp4Unit);
-  const int chosen = choose_rows(p, choice), out = blockIdx.x * kOutputs;
+  const int chosen = choose_rows<kWarps * 32>(p, choice), out = blockIdx.x * kOutputs;
   const int units = (chosen - warp + kWarps - 1) / kWarps * spans;
   const bool has_top = out + g < p.columns, has_bottom = out + g + 8 < p.columns;
   auto place = [&](int n, int &span) { // row of down that holds this lane's first output
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kWarps * 32, 2) fp4_down(Fp4Experts p) {
     if (there) top += place(n, span) * (p.width / 32) + span * 8;
     return fp4_scales(top, top + p.width / 4, there && has_top, there && has_bottom, p.width / 32 - span * 8);
   };
-#pragma unroll
+#pragma unroll 1
   for (int n = 0; n < kRing; n++) fetch(n);
   Fp4Scales next = scales(0);
   wait_for_predecessor();
@@ -245,7 +245,7 @@ inline cudaError_t launch_fp4_gate_up(const Fp4Experts &p, int blocks, cudaStrea
 }
 
 inline cudaError_t fp4_experts(const Fp4Experts &p, int blocks, cudaStream_t stream) {
-  if (p.experts > kInt4Experts || p.choices > 8 || p.choices > p.experts || p.width % 32) return cudaErrorInvalidValue;
+  if (p.choices > 8 || p.choices > p.experts || p.width % 32) return cudaErrorInvalidValue;
   cudaError_t e = cudaErrorInvalidValue;
   switch (p.columns) {
   case 256: e = launch_fp4_gate_up<1>(p, blocks, stream); break;

@@ -13,7 +13,6 @@ namespace eagle3 {
 constexpr int kInt4Span = 256;    // columns of a unit: eight groups of 32
 constexpr int kInt4Unit = 2304;   // bytes of a unit of 16 rows: codes 2048, scales 256
 constexpr int kInt4Chosen = 64;   // experts of a group of rows, at most: 8 rows of 8 choices
-constexpr int kInt4Experts = 512; // at most
 constexpr int kInt4Down = 8;      // warps of a block of int4_down
 
 struct Int4Experts {
@@ -33,44 +32,59 @@ struct Int4Experts {
 // What a group of rows chose: its experts in ascending order; of each, which rows (a bit each) with which weights.
 struct GroupChoice {
   float weight[kInt4Chosen][kRows];
-  unsigned mask[kInt4Experts]; // first the rows of each expert, then its place in the list
-  unsigned rows[kInt4Chosen];
-  int list[kInt4Chosen];
-  int count;
+  unsigned rows[kInt4Chosen], mask[kInt4Chosen];
+  int list[kInt4Chosen], id[kInt4Chosen], fresh[kInt4Chosen];
 };
 
-// All threads call it; P: Int4Experts, or another with its ids and weights. Ids that are no expert's are passed over.
-template <class P>
+// Returns how many experts the block's group of rows chose. All threads call it; P: Int4Experts, or another with its ids and
+// weights. Work follows the pairs (64 at most), not the experts. Ids that are no expert's are passed over.
+template <int kThreads, class P>
 __device__ __forceinline__ int choose_rows(const P &p, GroupChoice &c) {
-  const int first = blockIdx.y * kRows, pairs = min(kRows, p.rows - first) * p.choices, lane = threadIdx.x & 31;
-  for (int e = threadIdx.x; e < p.experts; e += blockDim.x) c.mask[e] = 0;
-  __syncthreads();
-  for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
-    const int64_t e = load_long(p.ids + static_cast<size_t>(first) * p.choices + i);
-    if (e >= 0 && e < p.experts) atomicOr(&c.mask[e], 1u << (i / p.choices));
+  constexpr int kOwn = kThreads < kInt4Chosen ? kInt4Chosen / kThreads : 1; // pairs of a thread
+  const int first = blockIdx.y * kRows, pairs = min(kRows, p.rows - first) * p.choices;
+  const size_t from = static_cast<size_t>(first) * p.choices;
+  int e[kOwn];
+  float w[kOwn];
+#pragma unroll
+  for (int k = 0; k < kOwn; k++) {
+    const int i = threadIdx.x + k * kThreads;
+    e[k] = -1, w[k] = 0.f;
+    if (i >= pairs) continue;
+    const int64_t own = load_long(p.ids + from + i);
+    w[k] = load_float(p.weights + from + i);
+    e[k] = own >= 0 && own < p.experts ? static_cast<int>(own) : -1;
+    c.id[i] = e[k];
   }
   __syncthreads();
-  if (threadIdx.x < 32) {
-    int base = 0;
-    for (int e0 = 0; e0 < p.experts; e0 += 32) {
-      const int e = e0 + lane;
-      const unsigned rows = e < p.experts ? c.mask[e] : 0;
-      const unsigned taken = __ballot_sync(kAll, rows != 0);
-      if (rows) {
-        const int place = base + __popc(taken & ((1u << lane) - 1));
-        c.list[place] = e, c.rows[place] = rows, c.mask[e] = place;
-      }
-      base += __popc(taken);
+#pragma unroll
+  for (int k = 0; k < kOwn; k++) {
+    const int i = threadIdx.x + k * kThreads;
+    if (i >= pairs) continue;
+    unsigned mask = 0;
+    bool fresh = e[k] >= 0;
+#pragma unroll 1
+    for (int j = 0, row = 0, left = p.choices; j < pairs; j++) {
+      if (c.id[j] == e[k]) mask |= 1u << row, fresh &= j >= i;
+      if (--left == 0) left = p.choices, row++;
     }
-    if (lane == 0) c.count = base;
+    c.mask[i] = mask, c.fresh[i] = fresh;
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
-    const int64_t e = load_long(p.ids + static_cast<size_t>(first) * p.choices + i);
-    if (e >= 0 && e < p.experts) c.weight[c.mask[e]][i / p.choices] = load_float(p.weights + static_cast<size_t>(first) * p.choices + i);
+  int count = 0;
+#pragma unroll 1
+  for (int j = 0; j < pairs; j++) count += c.fresh[j];
+#pragma unroll
+  for (int k = 0; k < kOwn; k++) {
+    const int i = threadIdx.x + k * kThreads;
+    if (i >= pairs || e[k] < 0) continue;
+    int place = 0;
+#pragma unroll 1
+    for (int j = 0; j < pairs; j++) place += c.fresh[j] && c.id[j] < e[k];
+    c.weight[place][i / p.choices] = w[k];
+    if (c.fresh[i]) c.list[place] = e[k], c.rows[place] = c.mask[i];
   }
   __syncthreads();
-  return c.count;
+  return count;
 }
 
 // Eight columns in natural order -> (0, 4), (1, 5), (2, 6), (3, 7).
@@ -84,14 +98,21 @@ __device__ __forceinline__ int paired_place(int i) {
   return i / 128 * 128 + (eight * 4 + lane) * 8 + (e < 4 ? 2 * e : 2 * e - 7);
 }
 
-// A word of codes and the scale of its group (twice) -> a row's A operands. 0x4300 is 128 in bf16, whose last bit counts 1.
+// 128 + each of two codes of a word, in bf16, whose last bit counts 1 there.
+__device__ __forceinline__ uint32_t raised(uint32_t word) {
+  uint32_t out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(word), "r"(0x000f000fu), "r"(0x43004300u)); // (a & b) | c
+  return out;
+}
+
+// A word of codes and the scale of its group (twice) -> a row's A operands.
 __device__ __forceinline__ uint4 decode(uint32_t word, __nv_bfloat162 scale) {
   const __nv_bfloat162 offset = __float2bfloat162_rn(136.f);
   uint4 out;
   uint32_t *o = reinterpret_cast<uint32_t *>(&out);
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    const uint32_t bits = (word >> (4 * i) & 0x000f000fu) | 0x43004300u;
+    const uint32_t bits = raised(word >> (4 * i));
     const __nv_bfloat162 value = __hmul2(__hsub2(*reinterpret_cast<const __nv_bfloat162 *>(&bits), offset), scale);
     o[i] = *reinterpret_cast<const uint32_t *>(&value);
   }
@@ -161,22 +182,23 @@ __global__ void __launch_bounds__(kWarps * 32, 1) int4_gate_up(Int4Experts p) {
     const bf16 *from = p.x + static_cast<size_t>(row) * p.columns + column + i / 4 * 128 + t * 32 + i % 4 * 8;
     b[i] = row < p.rows ? paired(load_rows(from)) : make_uint4(0, 0, 0, 0);
   }
-  const unsigned pairs = choose_rows(p, choice) * p.width; // times the blocks: below 2^32
+  const unsigned pairs = choose_rows<kWarps * 32>(p, choice) * p.width; // times the blocks: below 2^32
   launch_dependents(); // the next kernel reads ids and weights before it waits: they are older than this one
   const int first = static_cast<int>(pairs * blockIdx.x / gridDim.x), last = static_cast<int>(pairs * (blockIdx.x + 1) / gridDim.x);
   const int tiles = (last - first + 7) / 8;
-  auto place = [&](int pair) { // row of gate_up that holds a pair's gate
-    const int u = pair / p.width;
-    return static_cast<size_t>(choice.list[u]) * 2 * p.width + (pair - u * p.width);
-  };
   auto fetch = [&](int tile) {
     if (tile < tiles) {
-      const int mine = first + tile * 8 + g, other = first + tile * 8 + (lane & 7);
-      const bool live = mine < last, scaled = other < last;
-      const uint32_t *gate = p.gate_up + (live ? place(mine) : 0) * (p.columns / 8) + column / 8;
+      const int pair = first + tile * 8 + g;
+      const bool live = pair < last, scaled = first + tile * 8 + (lane & 7) < last;
+      unsigned gates = 0; // row of gate_up that holds the pair's gate
+      if (live) {
+        const unsigned u = static_cast<unsigned>(pair) / p.width;
+        gates = (choice.list[u] * 2 - u) * p.width + pair;
+      }
+      const uint32_t *gate = p.gate_up + static_cast<size_t>(gates) * (p.columns / 8) + column / 8;
       const uint32_t *up = gate + static_cast<size_t>(p.width) * (p.columns / 8);
-      const size_t own = (scaled ? place(other) : 0) + (lane & 8 ? p.width : 0);
-      const bf16 *scales = p.gate_up_scale + own * (p.columns / 32) + column / 32;
+      const unsigned own = __shfl_sync(kAll, gates, (lane & 7) * 4) + (lane & 8 ? p.width : 0);
+      const bf16 *scales = p.gate_up_scale + static_cast<size_t>(own) * (p.columns / 32) + column / 32;
 #pragma unroll
       for (int q = 0; q < kUnits; q++) {
         const Int4Unit unit = {ring + (tile % 2 * kUnits + q) * kInt4Unit};
@@ -185,8 +207,8 @@ __global__ void __launch_bounds__(kWarps * 32, 1) int4_gate_up(Int4Experts p) {
     }
     commit_copies();
   };
-  fetch(0);
-  fetch(1);
+#pragma unroll 1
+  for (int tile = 0; tile < 2; tile++) fetch(tile);
   for (int tile = 0; tile < tiles; tile++) {
     float4 c = make_float4(0.f, 0.f, 0.f, 0.f);
     wait_copies<1>();
@@ -223,7 +245,7 @@ __global__ void __launch_bounds__(kInt4Down * 32, 2) int4_down(Int4Experts p) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   char *ring = reinterpret_cast<char *>(ring_memory) + warp * kRing * kInt4Unit;
   float4 *red = reinterpret_cast<float4 *>(reinterpret_cast<char *>(ring_memory) + kInt4Down * kRing * kInt4Unit);
-  const int chosen = choose_rows(p, choice), out = blockIdx.x * kOutputs;
+  const int chosen = choose_rows<kInt4Down * 32>(p, choice), out = blockIdx.x * kOutputs;
   const int units = (chosen - warp + kInt4Down - 1) / kInt4Down * kUnits;
   const bool has_top = out + g < p.columns, has_bottom = out + g + 8 < p.columns, scaled = out + (lane & 15) < p.columns;
   auto fetch = [&](int n) {
@@ -236,7 +258,7 @@ __global__ void __launch_bounds__(kInt4Down * 32, 2) int4_down(Int4Experts p) {
     }
     commit_copies();
   };
-#pragma unroll
+#pragma unroll 1
   for (int n = 0; n < kRing; n++) fetch(n);
   wait_for_predecessor();
   launch_dependents();
@@ -286,7 +308,7 @@ inline cudaError_t launch_int4_down(const Int4Experts &p, cudaStream_t stream) {
 }
 
 inline cudaError_t int4_experts(const Int4Experts &p, int blocks, cudaStream_t stream) {
-  if (p.experts > kInt4Experts || p.choices > 8 || p.choices > p.experts) return cudaErrorInvalidValue;
+  if (p.choices > 8 || p.choices > p.experts) return cudaErrorInvalidValue;
   cudaError_t e = cudaErrorInvalidValue;
   switch (p.columns) {
   case 256: e = launch_int4_gate_up<1, 1>(p, blocks, stream); break;
