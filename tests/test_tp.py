@@ -8,6 +8,8 @@ import pytest
 import torch
 from families import VARIANTS, checkpoint
 from oracles import Replay
+from test_formats import CASES as PACKED
+from test_formats import checkpoints
 from toys import KV_HEADS, V, one_line, pair
 
 import weights.checkpoint
@@ -112,14 +114,20 @@ def same(want, ranks):
                 assert torch.equal(got[key][part], ranks[0][key][part]), (key, part)
 
 
-def test_every_family(toys, tmp_path):
-    """Windows, sinks, biases of experts, a shared expert; experts stored together, cut and dealt out. Mutants: the bias
-    of experts or the shared one added on every rank; gate and up cut before they are taken apart."""
-    cases = [
-        (checkpoint(tmp_path / name, VARIANTS[name]), toys.random_draft(), {"draft_tp": "cut"}) for name in FAMILIES
-    ]
-    cases.append((*cases[-1][:2], {"draft_tp": "cut", "expert_parallel": True}))
-    ranks = spawn(record, 2, 2, cases)
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_family(toys, tmp_path, size):
+    """Windows, sinks, biases of experts, a shared expert (B41: on four ranks too), INT4 groups and FP8 blocks; experts
+    stored together, cut and dealt out. Mutants: the bias of experts or the shared one added on every rank; gate and up
+    cut before they are taken apart; words cut and scales not (B36)."""
+    cut, draft = {"draft_tp": "cut"}, toys.random_draft()
+    names = FAMILIES if size == 2 else ("glm groups",)
+    cases = [(checkpoint(tmp_path / name, VARIANTS[name]), draft, cut) for name in names]
+    form, width = ("fp8, experts", 256) if size == 2 else ("int4", 128)
+    packed, _ = checkpoints(toys, *PACKED[form], moe_intermediate_size=width)
+    cases.append((packed, draft, cut))
+    if size == 2:
+        cases.append((*cases[2][:2], cut | {"expert_parallel": True}))
+    ranks = spawn(record, size, size, cases)
     for number, (want, *_) in enumerate(record(1, cases)):
         same(want, [rank[number][0] for rank in ranks])
 
