@@ -10,17 +10,11 @@
 namespace eagle3 {
 
 constexpr int kExperts = 512; // at most
-#ifndef DOWN
-#define DOWN 8
-#endif
-#ifndef UP
-#define UP 5
-#endif
-#ifndef UPB
-#define UPB 1
-#endif
-constexpr int kDownUnits = DOWN; // pieces of weights in flight, a warp
-constexpr int kUpUnits = UP; // units of gate and up in flight
+// Gate and up keep so much in flight that two of their blocks do not fit on a multiprocessor: where they do, some
+// multiprocessors get two and some none, because the kernel before still holds its place. Down is small enough to begin
+// beside them, one block each.
+constexpr int kUpUnits = 8;   // units of gate and up in flight
+constexpr int kDownUnits = 5; // pieces of down's weights in flight, a warp
 template <int kPieces>
 constexpr size_t kUpBytes = Stream<256, kPieces, Nowhere, kUpUnits>::kBytes;
 constexpr int kChosen = 64;   // experts of a group, at most: 8 rows of 8 choices
@@ -331,7 +325,7 @@ template <int kPieces, int kMany>
 inline cudaError_t launch_gate_up(const Experts &p, int blocks, cudaStream_t stream) {
   const int groups = (p.rows + kRows - 1) / kRows;
   const size_t shared = kUpBytes<kPieces> + static_cast<size_t>(kRows) * p.experts * 4;
-  if (groups == 1) return launch(gate_up<kPieces, true, kMany>, dim3(blocks * UPB), 256, shared, stream, 1, p);
+  if (groups == 1) return launch(gate_up<kPieces, true, kMany>, dim3(blocks), 256, shared, stream, 1, p);
   const cudaError_t e = launch(router<kPieces>, dim3(p.experts < blocks ? p.experts : blocks, groups), 256, 0, stream, 1, p);
   if (e != cudaSuccess) return e;
   return launch(gate_up<kPieces, false, kMany>, dim3(blocks, groups), 256, shared, stream, 1, p);
