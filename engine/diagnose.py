@@ -3,6 +3,7 @@ why, and how often it names the target's own next token under every reading of i
 Exit codes: 0; 3 where another reading is clearly better than the one in force; 2 refused; 1 failed."""
 
 import argparse
+import os
 import sys
 
 import torch
@@ -154,6 +155,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2 if isinstance(error, Refused) else 1
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # whoever read stdout has left: what is still buffered has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 

@@ -244,6 +244,9 @@ def settle(parts, announce=None):
     if guessed and "boundaries" in sure:
         parts.capture = Capture(reading.captured, "measured", sure["boundaries"])
         parts.target.boundaries = reading.captured
+    elif guessed:
+        why = f"{parts.capture.why}; measured over {verdict.positions} positions, no reading is clearly the best"
+        parts.capture = dataclasses.replace(parts.capture, why=why)
     for field in fields.keys() & sure.keys():
         parts.measured.append(f"{field} {getattr(reading, field)} ({sure[field]})")
         parts.reports[-1].guessed.remove(fields[field])

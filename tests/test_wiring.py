@@ -2,7 +2,10 @@
 `engine.diagnose` names it."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -242,7 +245,7 @@ def test_what_makes_no_difference_stays_a_guess(toys):
     draft = toys.altered(toys.map_draft(), change)
     engine = pair(toys.map(layers=8), draft, check=True)
     assert (engine.parts.capture.source, engine.target.boundaries) == ("guessed", (3, 4, 5))
-    assert any("GUESSED" in line for line in loaded(engine.parts))
+    assert any("GUESSED" in line and "no reading is clearly" in line for line in loaded(engine.parts))
     assert engine.generate([3, 9], Sampling(max_new_tokens=9)).token_ids == follow(9, 9, NEXT)
 
 
@@ -276,6 +279,16 @@ def test_a_text_too_short_to_tell_is_refused(tmp_path, capsys):
 def test_the_list_of_options_is_frozen():
     listed = vars(diagnose.parser().parse_args([]))
     assert sorted(listed) == "capture_layers device draft dtype target text tokens tp".split()
+
+
+def test_a_reader_who_leaves_ends_it(tmp_path):
+    """`diagnose | head -1`. Mutant: a traceback of a broken pipe."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "engine.diagnose", "--device", "cpu", "--tokens", "400"]
+    run = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1])
+    os.close(writer)
+    assert run.returncode == 1 and "Error" not in run.stderr
 
 
 def test_ranks_examine_together(tmp_path, capfd):
