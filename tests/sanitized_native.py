@@ -1,0 +1,33 @@
+"""What compute-sanitizer watches of csrc/fewrows: every kernel at small sizes, one group of rows and several."""
+
+import torch
+from twin_cases import Make, attend, moe
+
+from kernels import FUSED, native
+
+SHAPES = (
+    (1, 1, 256, 8, 2, 64, 64, 16, [40], "tree", None, True),
+    (2, 9, 256, 4, 2, 64, 64, 16, [70, 3], "tree", 40, True),
+    (1, 4, 256, 8, 1, 128, 128, 4, [62], "beam", None, True),
+    (1, 20, 512, 4, 4, 128, 64, 16, [130], "causal", None, False),
+)
+
+
+def main():
+    """Launch everything once; what is wrong is the tool's to say."""
+    dtype, table, make = torch.bfloat16, native.table(FUSED, torch.device("cuda")), Make(torch.bfloat16, "cuda")
+    for rows in (1, 9):
+        x, residual = make.floats(rows, 256), make.floats(rows, 80)
+        table.linear(x, make.weight(80, 256), make.floats(80), residual)
+        table.linear(make.floats(rows, 1536), make.weight(48, 1536))
+        table.mlp(x, make.gain(256), 1e-6, make.weight(2 * 512, 256), make.weight(256, 512), "silu", x)
+        table.head(x, make.gain(256), 1e-6, make.weight(333, 256), 1, torch.empty(rows, 333, device="cuda"))
+    for _, arguments in attend(dtype, "cuda", SHAPES):
+        table.attend(*arguments)
+    for _, arguments in moe(dtype, "cuda", ((1, 256, 16, 64, 4, True), (9, 256, 140, 128, 8, False))):
+        table.moe(*arguments)
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
