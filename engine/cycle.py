@@ -135,7 +135,7 @@ class CatchUp:
         s.backlog.clamp_(max=1)
 
 
-def prefill(target, drafter, cache, tokens, pages, chunk, start=0, logits=None):
+def prefill(target, drafter, cache, tokens, pages, chunk, start=0, logits=None, begin=None):
     """Fill the cache with a prompt's rows, in pieces whose borders lie at absolute multiples of `chunk`.
 
     The target writes rows start..n-1, the drafter rows start..n-2 (row i = token i+1 with the feature at i: the last
@@ -144,6 +144,7 @@ def prefill(target, drafter, cache, tokens, pages, chunk, start=0, logits=None):
     Args:
         tokens: [1, n] int64; pages: [1, NP]; chunk: rows a pass; start: rows already in the cache;
         logits: [1, V] fp32 written with those of the last row, or None.
+        begin: told [committed rows] before each piece (kernels.prefill.FlashInfer.begin), or None.
 
     Returns:
         ids [1] the most likely first token, lse [1] of its logits, feature [1, F] under it.
@@ -151,6 +152,8 @@ def prefill(target, drafter, cache, tokens, pages, chunk, start=0, logits=None):
     n, at = tokens.shape[1], start
     while at < n:
         end = min(n, (at // chunk + 1) * chunk)
+        if begin is not None:
+            begin([at])
         prefix = torch.full((1,), at, dtype=torch.int64, device=tokens.device)
         hidden, aux = target.forward(Batch.causal(tokens[:, at:end], prefix, pages), cache)
         rows = min(end, n - 1) - at

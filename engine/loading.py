@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kernels import FUSED, PREFILL, REFERENCE, Ops, native
+from kernels.prefill import FlashInfer, with_attention
 from weights import AnyCheckpoint, Checkpoint, Refused, Renamed, head_names, named, resolve
 from weights.capture import Capture, boundaries
 from weights.config import (
@@ -63,6 +64,7 @@ class Options:
     reduction: str = "auto"  # over peer memory where that works; library: NCCL whatever else there is
     draft_tp: str = "auto"  # cut, replicated (no collectives in it), auto: the faster one
     check: bool = True  # measure which reading of an ambiguous head is right
+    prompt_attention: str = "triton"  # flashinfer: its paged prefill, where that package is installed
     prefix_cache: bool = True  # prompts read the rows of an earlier one that begins alike
     reserve: int = MAX_NODES  # rows past the prefix that a cycle may write
     ops: Ops | None = None  # the table of operations; None: `operations` chooses
@@ -92,6 +94,11 @@ class Parts:
     reports: list = field(default_factory=list)
     measured: list[str] = field(default_factory=list)  # switches of the head that its files leave open, a line each
     load_ms: float = 0.0
+
+    @property
+    def begin_prompt(self):
+        """What has to be told before each pass over a prompt (kernels.prefill.FlashInfer.begin), or None."""
+        return getattr(self.prompt_ops.attention, "begin", None)
 
 
 def device_of(name, tp=1):
@@ -123,7 +130,11 @@ def dtype_of(name, device):
 
 
 def operations(options, device, dtype, announce=None):
-    """-> the table of cycles, the table of a prompt's passes, and what they are in one line."""
+    """-> the table of cycles, the table of a prompt's passes, and what they are in one line.
+
+    Raises Refused for FlashInfer where it is not installed or does not serve the device or the dtype.
+    """
+    _prompt_attention(options, device, dtype)
     if options.ops is not None:
         return options.ops, options.prompt_ops or options.ops, "given"
     if device.type != "cuda":
@@ -136,7 +147,21 @@ def operations(options, device, dtype, announce=None):
             line = f"Triton (no CUDA C++: {reason})"
     else:
         line = "Triton (CUDA C++ serves bfloat16)"
-    return ops, options.prompt_ops or PREFILL, line
+    prompts = options.prompt_ops or PREFILL
+    if options.prompt_attention == "flashinfer":
+        workspace = torch.empty(FlashInfer.BYTES, dtype=torch.uint8, device=device)
+        prompts, line = with_attention(prompts, FlashInfer(workspace)), f"{line}; FlashInfer for prompts"
+    return ops, prompts, line
+
+
+def _prompt_attention(options, device, dtype):
+    name = options.prompt_attention
+    if name not in ("triton", "flashinfer"):
+        raise Refused(f"prompt_attention: {name!r} is unknown; supported: triton, flashinfer")
+    if name == "flashinfer" and (device.type != "cuda" or dtype == torch.float32 or options.ops is not None):
+        raise Refused("prompt_attention: 'flashinfer' serves bfloat16 and float16 on CUDA; supported here: triton")
+    if name == "flashinfer" and not FlashInfer.installed():
+        raise Refused("prompt_attention: 'flashinfer' is not installed (pip install flashinfer-python); here: triton")
 
 
 def _config(checkpoint):

@@ -129,7 +129,9 @@ class Session:
         table[0, : len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32, device=p.device)
         target, drafter = self.programs.for_prompts(self.drafter)
         logits = torch.zeros(1, target.head.vocabulary, device=p.device) if self._logits() else None
-        best, lse, feature = prefill(target, drafter, p.cache, tokens, table, self.chunk, request.reused, logits)
+        best, lse, feature = prefill(
+            target, drafter, p.cache, tokens, table, self.chunk, request.reused, logits, p.begin_prompt
+        )
         if not bool(torch.isfinite(lse)):
             raise NonFinite(f"non-finite logits at position {len(request.ids) - 1} (the prompt's last token)")
         request.prefill_ms = (time.perf_counter() - request.began) * 1e3

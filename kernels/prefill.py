@@ -6,7 +6,7 @@ batch or the Shape: tiles are fixed, and a row's sums follow from the row alone.
 
 import importlib.util
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -226,17 +226,23 @@ def route(x, norm_weight, eps, gate, rule, bias=None, correction=None):
 
 
 class FlashInfer:
-    """Prefill attention by FlashInfer's paged kernels, where that package is installed: an op for ONE pass.
+    """Prefill attention by FlashInfer's paged kernels, where that package is installed.
 
-    It stands in for `attention` in a table made for the pass, since its plan is host work over lengths that only the
-    host may read; all layers of one width share a plan.
+    A pass has to be announced by `begin`: a plan is host work over lengths that only the host may read; all layers
+    of one width share it.
 
     Args:
-        workspace: uint8 tensor on the device, 128 MiB or more; starts: committed rows of each sequence, host ints.
+        workspace: uint8 tensor on the device, 128 MiB or more.
     """
 
-    def __init__(self, workspace, starts):
-        self.workspace, self.starts, self.plans = workspace, list(starts), {}
+    BYTES = 128 << 20
+
+    def __init__(self, workspace):
+        self.workspace, self.starts, self.plans = workspace, [], {}
+
+    def begin(self, starts):
+        """The next pass follows so many committed rows of each sequence (host ints)."""
+        self.starts, self.plans = list(starts), {}
 
     @staticmethod
     def installed():
@@ -244,9 +250,11 @@ class FlashInfer:
         return importlib.util.find_spec("flashinfer") is not None
 
     def __call__(self, q, k_plane, v_plane, pages, prefix, tree, page_size, scale, window=None, sinks=None):
-        """As `attention`. Raises ValueError for a tree and for sinks."""
-        if tree is not None or sinks is not None:
-            raise ValueError("FlashInfer prefill: causal passes without sinks; others take kernels.prefill.attention")
+        """As `attention`, which serves passes with sinks. Raises ValueError for a tree."""
+        if sinks is not None:
+            return attention(q, k_plane, v_plane, pages, prefix, tree, page_size, scale, window, sinks)
+        if tree is not None:
+            raise ValueError("FlashInfer prefill is causal; a tree takes kernels.attention.fused")
         key = (q.shape, k_plane.shape[1:], q.dtype, scale, window)
         if key not in self.plans:
             self.plans[key] = self._plan(q, k_plane, pages, page_size, scale, window)
@@ -269,6 +277,11 @@ class FlashInfer:
             q_data_type=q.dtype, kv_data_type=k_plane.dtype,
         )  # fmt: skip
         return wrapper
+
+
+def with_attention(table, op):
+    """The table of a prompt's passes with another attention in it, e.g. FlashInfer."""
+    return replace(table, attention=op, attend=attend.composed(qkv, op))
 
 
 OPERATIONS = {

@@ -1,5 +1,6 @@
 """Prefill's own promises: a prompt's rows do not depend on the batch, and FlashInfer is asked for the right thing."""
 
+import dataclasses
 import sys
 from types import ModuleType
 
@@ -7,10 +8,14 @@ import pytest
 import torch
 from test_law import same
 from test_twins import RUNS, TOLERANCE
+from toys import one_line, pair
 from twin_cases import Make, fill
 
 import kernels
+from engine import Engine, Sampling
+from kernels.attend import composed
 from kernels.prefill import FlashInfer
+from weights.config import Refused
 
 
 def passes(make, starts, t, page, window=None):
@@ -71,11 +76,35 @@ def test_flashinfer_is_asked_for_the_same_attention(monkeypatch, window):
     monkeypatch.setitem(sys.modules, "flashinfer", package)
     for starts, t, page in (([30, 7], 45, 16), ([0], 16, 16), ([15], 1, 4)):
         arguments = passes(Make(torch.float32, "cpu", 23), starts, t, page, window)
-        op = FlashInfer(torch.empty(16, dtype=torch.uint8), starts)
+        op = FlashInfer(torch.empty(16, dtype=torch.uint8))
+        op.begin(starts)
         expected = kernels.REFERENCE.attention(*arguments)
         for _ in range(2):
             torch.testing.assert_close(op(*arguments), expected)
         assert len(op.plans) == 1
+
+
+def test_an_engine_announces_each_piece(toys, monkeypatch):
+    """Kills: a piece whose plan is the one before's, the drafter's rows under the target's plan."""
+    package = ModuleType("flashinfer")
+    package.BatchPrefillWithPagedKVCacheWrapper = Wrapper
+    monkeypatch.setitem(sys.modules, "flashinfer", package)
+    prompts = [[(7 * i) % 64 for i in range(n)] for n in (70, 33, 5)]
+    want = pair(toys.history(), toys.random_draft()).generate(prompts, Sampling(max_new_tokens=9))
+    op = FlashInfer(torch.empty(16, dtype=torch.uint8))
+    attend = composed(kernels.REFERENCE.qkv, op)
+    table = dataclasses.replace(kernels.REFERENCE, attention=op, attend=attend)
+    engine = pair(toys.history(), toys.random_draft(), ops=kernels.REFERENCE, prompt_ops=table)
+    got = engine.generate(prompts, Sampling(max_new_tokens=9))
+    assert [(r.token_ids, r.cycles) for r in got] == [(r.token_ids, r.cycles) for r in want]
+
+
+def test_refusals():
+    """FlashInfer where it is not, or cannot serve; a name nobody knows."""
+    for name, words in (("flashinfer", ["CUDA"]), ("cutlass", ["triton", "flashinfer"])):
+        with pytest.raises(Refused) as error:
+            Engine.load(random="qwen3-30b-a3b", layers=1, device="cpu", prompt_attention=name)
+        one_line(error, "prompt_attention", name, *words)
 
 
 @pytest.mark.gpu
@@ -86,5 +115,7 @@ def test_flashinfer_itself(dtype):
     atol, rtol = TOLERANCE[dtype]
     for starts in ([300], [30, 7]):
         arguments = passes(Make(dtype, "cuda", 29), starts, 45, 16)
-        got, want = FlashInfer(workspace, starts)(*arguments), kernels.REFERENCE.attention(*arguments)
+        op = FlashInfer(workspace)
+        op.begin(starts)
+        got, want = op(*arguments), kernels.REFERENCE.attention(*arguments)
         torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
