@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kernels import FUSED, PREFILL, REFERENCE, Ops, native
-from kernels.prefill import FlashInfer, with_attention
+from kernels.prefill import ATTENTIONS, with_attention
 from weights import AnyCheckpoint, Checkpoint, Refused, Renamed, head_names, named, resolve
 from weights.capture import Capture, boundaries
 from weights.config import (
@@ -147,21 +147,22 @@ def operations(options, device, dtype, announce=None):
             line = f"Triton (no CUDA C++: {reason})"
     else:
         line = "Triton (CUDA C++ serves bfloat16)"
-    prompts = options.prompt_ops or PREFILL
-    if options.prompt_attention == "flashinfer":
-        workspace = torch.empty(FlashInfer.BYTES, dtype=torch.uint8, device=device)
-        prompts, line = with_attention(prompts, FlashInfer(workspace)), f"{line}; FlashInfer for prompts"
+    prompts, make = options.prompt_ops or PREFILL, ATTENTIONS[options.prompt_attention]
+    if make is not None:
+        prompts, line = with_attention(prompts, make(device)), f"{line}; prompts: {options.prompt_attention}"
     return ops, prompts, line
 
 
 def _prompt_attention(options, device, dtype):
-    name = options.prompt_attention
-    if name not in ("triton", "flashinfer"):
-        raise Refused(f"prompt_attention: {name!r} is unknown; supported: triton, flashinfer")
-    if name == "flashinfer" and (device.type != "cuda" or dtype == torch.float32 or options.ops is not None):
-        raise Refused("prompt_attention: 'flashinfer' serves bfloat16 and float16 on CUDA; supported here: triton")
-    if name == "flashinfer" and not FlashInfer.installed():
-        raise Refused("prompt_attention: 'flashinfer' is not installed (pip install flashinfer-python); here: triton")
+    name, plain = options.prompt_attention, Options.prompt_attention
+    if name not in ATTENTIONS:
+        raise Refused(f"prompt_attention: {name!r} is unknown; supported: {', '.join(ATTENTIONS)}")
+    if name == plain:
+        return
+    if device.type != "cuda" or dtype == torch.float32 or options.ops is not None:
+        raise Refused(f"prompt_attention: {name!r} serves bfloat16 and float16 on CUDA; supported here: {plain}")
+    if not ATTENTIONS[name].installed():
+        raise Refused(f"prompt_attention: {name!r} is not installed; supported here: {plain}")
 
 
 def _config(checkpoint):

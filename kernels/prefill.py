@@ -229,16 +229,12 @@ class FlashInfer:
     """Prefill attention by FlashInfer's paged kernels, where that package is installed.
 
     A pass has to be announced by `begin`: a plan is host work over lengths that only the host may read; all layers
-    of one width share it.
-
-    Args:
-        workspace: uint8 tensor on the device, 128 MiB or more.
+    of one width share it. It takes 128 MiB of `device`.
     """
 
-    BYTES = 128 << 20
-
-    def __init__(self, workspace):
-        self.workspace, self.starts, self.plans = workspace, [], {}
+    def __init__(self, device):
+        self.workspace = torch.empty(128 << 20, dtype=torch.uint8, device=device)
+        self.starts, self.plans = [], {}
 
     def begin(self, starts):
         """The next pass follows so many committed rows of each sequence (host ints)."""
@@ -277,6 +273,9 @@ class FlashInfer:
             q_data_type=q.dtype, kv_data_type=k_plane.dtype,
         )  # fmt: skip
         return wrapper
+
+
+ATTENTIONS = {"triton": None, "flashinfer": FlashInfer}  # of prompts: function(device), None: the table's own
 
 
 def with_attention(table, op):

@@ -76,7 +76,7 @@ def test_flashinfer_is_asked_for_the_same_attention(monkeypatch, window):
     monkeypatch.setitem(sys.modules, "flashinfer", package)
     for starts, t, page in (([30, 7], 45, 16), ([0], 16, 16), ([15], 1, 4)):
         arguments = passes(Make(torch.float32, "cpu", 23), starts, t, page, window)
-        op = FlashInfer(torch.empty(16, dtype=torch.uint8))
+        op = FlashInfer("cpu")
         op.begin(starts)
         expected = kernels.REFERENCE.attention(*arguments)
         for _ in range(2):
@@ -91,7 +91,7 @@ def test_an_engine_announces_each_piece(toys, monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", package)
     prompts = [[(7 * i) % 64 for i in range(n)] for n in (70, 33, 5)]
     want = pair(toys.history(), toys.random_draft()).generate(prompts, Sampling(max_new_tokens=9))
-    op = FlashInfer(torch.empty(16, dtype=torch.uint8))
+    op = FlashInfer("cpu")
     attend = composed(kernels.REFERENCE.qkv, op)
     table = dataclasses.replace(kernels.REFERENCE, attention=op, attend=attend)
     engine = pair(toys.history(), toys.random_draft(), ops=kernels.REFERENCE, prompt_ops=table)
@@ -111,11 +111,10 @@ def test_refusals():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_flashinfer_itself(dtype):
     pytest.importorskip("flashinfer")
-    workspace = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
     atol, rtol = TOLERANCE[dtype]
     for starts in ([300], [30, 7]):
         arguments = passes(Make(dtype, "cuda", 29), starts, 45, 16)
-        op = FlashInfer(workspace)
+        op = FlashInfer("cuda")
         op.begin(starts)
         got, want = op(*arguments), kernels.REFERENCE.attention(*arguments)
         torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
