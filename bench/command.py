@@ -24,12 +24,13 @@ def parallel_options(add):
     add("--tp", type=least(1), default=ranks_started(), metavar="N", help="ranks, a GPU each; default %(default)s")
     add("--draft-tp", choices=DRAFT_TP, default="auto", help="the draft over ranks; default %(default)s")
     add("--expert-parallel", action="store_true", help="whole experts to each rank")
+    add("--tp-slice", type=least(2), metavar="N", help="with --random: one rank's share of N, collectives left out")
     add("--reduction", choices=REDUCTIONS, default="auto", help="library: NCCL whatever else there is")
 
 
 def parallel(o):
     """The options of several ranks as Engine.load takes them."""
-    return {name: getattr(o, name) for name in ("tp", "draft_tp", "expert_parallel", "reduction")}
+    return {name: getattr(o, name) for name in ("tp", "tp_slice", "draft_tp", "expert_parallel", "reduction")}
 
 
 def options(parser, argv):

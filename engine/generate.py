@@ -126,6 +126,7 @@ def load(o, target: str | None, draft: str, shape) -> Engine:
             capture_layers=o.capture_layers,
             check=not o.no_check,
             tp=o.tp,
+            tp_slice=o.tp_slice,
             expert_parallel=o.expert_parallel,
             draft_tp=o.draft_tp,
         )

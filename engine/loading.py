@@ -26,6 +26,7 @@ from .buffers import MAX_NODES
 from .cache import Cache
 from .links import REDUCTIONS, fastened
 from .plan import DRAFT_TP, Opened, Plan, divided, faster
+from .slice import Slice
 from .text import Text
 from .tp import TP, join, own_gpu, ranks_here
 
@@ -60,6 +61,7 @@ class Options:
     prefill_chunk: int = 512
     capture_layers: str | None = None
     tp: int = 1  # ranks, one a process (engine.tp.join)
+    tp_slice: int | None = None  # of random weights: the share of one rank of so many, alone (engine.slice)
     expert_parallel: bool = False  # whole experts to each rank; else every rank has its width of all
     reduction: str = "auto"  # over peer memory where that works; library: NCCL whatever else there is
     draft_tp: str = "auto"  # cut, replicated (no collectives in it), auto: the faster one
@@ -270,9 +272,10 @@ def load(options, progress=None, announce=None):
     _sizes(options)
     device = device_of(options.device, options.tp)
     dtype, table = dtype_of(options.dtype, device), options.ops or (FUSED if device.type == "cuda" else REFERENCE)
-    tp = join(options.tp, device, table.total)
+    tp = join(options.tp, device, table.total) if options.tp_slice is None else Slice.of(options.tp_slice)
     judged = tp.together(lambda: _judge(options, device, dtype, tp, announce))
-    tp = fastened(tp, device, dtype, _widest(judged.plan), options.reduction, announce)
+    if options.tp_slice is None:
+        tp = fastened(tp, device, dtype, _widest(judged.plan), options.reduction, announce)
     own = tp if judged.plan.draft_tp.size > 1 else judged.plan.draft_tp
     judged = replace(judged, plan=replace(judged.plan, tp=tp, draft_tp=own))
     if judged.why is None and judged.plan.draft is not None and tp.size > 1:  # auto, and both ways are open
@@ -332,13 +335,16 @@ def _sizes(options):
         raise Refused(f"reduction: {options.reduction!r}; supported: {', '.join(REDUCTIONS)}")
     if options.draft_tp not in DRAFT_TP:
         raise Refused(f"draft_tp: {options.draft_tp!r}; supported: {', '.join(DRAFT_TP)}")
+    if options.tp_slice is not None and (options.tp > 1 or options.random is None):
+        raise Refused(f"tp_slice: {options.tp_slice}; supported: with random weights, on one device (tp 1)")
     for name, only in (("expert_parallel", False), ("draft_tp", "auto")):
-        if options.tp == 1 and getattr(options, name) != only:
+        if options.tp == 1 and options.tp_slice is None and getattr(options, name) != only:
             raise Refused(f"{name}: {getattr(options, name)!r} with one rank; supported: {only!r}, or tp above 1")
-    for name, least in (("tp", 1), ("max_batch", 1), ("page_size", 1), ("prefill_chunk", 1), ("pages", 2)):
+    least = {"tp": 1, "tp_slice": 2, "max_batch": 1, "page_size": 1, "prefill_chunk": 1, "pages": 2}
+    for name, bound in least.items():
         value = getattr(options, name)
-        if value is not None and (not isinstance(value, int) or value < least):
-            raise Refused(f"{name}: {value!r}; supported: whole numbers from {least}")
+        if value is not None and (not isinstance(value, int) or value < bound):
+            raise Refused(f"{name}: {value!r}; supported: whole numbers from {bound}")
 
 
 def _context(options, config):

@@ -66,10 +66,6 @@ FOREIGN = {
     "--load-format": "--random NAME (for random weights)",
     "--random-seed": "--seed",
 }
-# Options whose work is not built: why they are refused, and what is there instead.
-ABSENT = {
-    "tp_slice": "a share of a tensor-parallel model cannot be built; supported: --random NAME --layers N",
-}
 
 
 class Parser(argparse.ArgumentParser):
@@ -147,7 +143,7 @@ def parser() -> Parser:
     )
     add("--expert-parallel", action="store_true", help="whole experts to each rank; default: each has its width of all")
     add("--draft-tp", choices=DRAFT_TP, default="auto", help="the draft over ranks; default: whichever is faster")
-    add("--tp-slice", type=least(1), metavar="N", help="not supported")
+    add("--tp-slice", type=least(2), metavar="N", help="with --random: one rank's share of N, collectives left out")
     add("--no-check", action="store_true", help="do not measure what an ambiguous head leaves open")
     add("--compare", action="store_true", help="decode plainly, then with speculation, and print the speed-up")
     add("--profile", action="store_true", help="time the stages of every cycle by stamps of the device's clock")
@@ -162,10 +158,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if unknown:
         raise Refused(_unknown(p, unknown[0]))
     options.tp = options.tp or ranks_started()
-    for name, why in ABSENT.items():
-        value = getattr(options, name)
-        if value is not None and value is not False:
-            raise Refused(f"--{name.replace('_', '-')}{'' if value is True else f' {value}'}: {why}")
     for refused, message in _conflicts(options):
         if refused:
             raise Refused(message)
@@ -191,8 +183,11 @@ def _conflicts(o: argparse.Namespace):
     yield o.layers and not o.random, f"--layers {o.layers}: supported with --random only"
     nothing = o.no_check and pair(o)[1] == "none"
     yield nothing, "--no-check: there is no draft to check; supported: with --draft DIR|HUB_ID"
-    yield o.tp == 1 and o.draft_tp != "auto", f"--draft-tp {o.draft_tp}: needs --tp above 1; supported: auto"
-    yield o.tp == 1 and o.expert_parallel, "--expert-parallel: needs --tp above 1; supported: leave it out"
+    one = o.tp == 1 and not o.tp_slice
+    yield o.tp_slice and not o.random, f"--tp-slice {o.tp_slice}: supported with --random only"
+    yield o.tp_slice and o.tp > 1, f"--tp-slice {o.tp_slice} and --tp {o.tp}: supported: one of them"
+    yield one and o.draft_tp != "auto", f"--draft-tp {o.draft_tp}: needs --tp above 1; supported: auto"
+    yield one and o.expert_parallel, "--expert-parallel: needs --tp above 1; supported: leave it out"
     yield o.shape not in (None, AUTO), f"--shape {o.shape}: supported: {AUTO}; a shape is {SHAPE}"
     for name in ("steps", "topk", "draft_tokens"):
         given, option = getattr(o, name), f"--{name.replace('_', '-')}"

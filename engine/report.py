@@ -219,7 +219,7 @@ def loaded(parts) -> list[str]:
         lines += report.lines()
     if parts.tp.size > 1:
         each = ", ".join(f"{weights / 1e9:.3f}" for weights, _ in parts.rank_bytes)
-        lines.append(f"{parts.tp.size} ranks hold {each} GB of weights; sums by {parts.tp.links.name}")
+        lines.append(parts.tp.held(each))
     if parts.tp.size > 1 and parts.drafter is not None:
         lines.append(f"draft {parts.draft_tp}")
     if parts.capture is not None:

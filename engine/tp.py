@@ -227,6 +227,10 @@ class TP:
         result((None, next((refused for refused in all_of_them if refused is not None), None)))
         return own[0]
 
+    def held(self, weights):
+        """One line; weights: GB of each rank."""
+        return f"{self.size} ranks hold {weights} GB of weights; sums by {self.links.name}"
+
     def every(self, value):
         """[value of each rank], small things of the host."""
         values = [value]

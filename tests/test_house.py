@@ -19,7 +19,7 @@ TOP = {"pyproject.toml", "README.md", "LICENSE", ".gitignore", ".ci", "csrc", "t
 ROOMS = {
     "kernels": (0, "kernels"),
     "weights": (0, "weights"),
-    **{f"engine.{m}": (1, "types") for m in ("shape", "tp", "batch", "cache", "buffers", "rules")},
+    **{f"engine.{m}": (1, "types") for m in ("shape", "tp", "slice", "batch", "cache", "buffers", "rules")},
     **{f"engine.{m}": (1, "types") for m in ("memory", "text", "kimi", "watch", "links")},
     "engine.layers": (2, "layers"),
     "engine.targets": (3, "targets"),
