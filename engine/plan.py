@@ -111,19 +111,27 @@ def _read(drafter):
 
 def _measure(tp, hidden, device, dtype):
     """Seconds of one collective of a row, bytes per second of a large read."""
-    row, large = torch.zeros(1, hidden, device=device, dtype=dtype), torch.zeros(1 << 22, device=device)
+    words = 1 << (26 if device.type == "cuda" else 22)  # past a GPU's cache
+    row, large = torch.zeros(1, hidden, device=device, dtype=dtype), torch.zeros(words, device=device)
     return _seconds(lambda: tp.all_reduce(row), device), large.nbytes / _seconds(large.sum, device)
 
 
 def _seconds(work, device):
-    """Of one `work`, the mean over a number of them back to back."""
-    for _ in range(3):
-        work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    for _ in range(MEASURED):
-        work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - began) / MEASURED
+    """Of one `work`, the mean over a number of them back to back; on CUDA in a graph, as a cycle has them."""
+    work()
+    if device.type != "cuda":
+        began = time.perf_counter()
+        for _ in range(MEASURED):
+            work()
+        return (time.perf_counter() - began) / MEASURED
+    torch.cuda.synchronize(device)
+    graph, start, end = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.graph(graph):
+        for _ in range(MEASURED):
+            work()
+    graph.replay()  # the first one is slower
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / MEASURED
