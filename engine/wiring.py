@@ -247,7 +247,7 @@ def settle(parts, announce=None):
     elif guessed:
         why = f"{parts.capture.why}; measured over {verdict.positions} positions, no reading is clearly the best"
         parts.capture = dataclasses.replace(parts.capture, why=why)
-    for field in fields.keys() & sure.keys():
+    for field in (field for field in fields if field in sure):
         parts.measured.append(f"{field} {getattr(reading, field)} ({sure[field]})")
         parts.reports[-1].guessed.remove(fields[field])
 
