@@ -204,14 +204,17 @@ __global__ void __launch_bounds__(kWarps * 32, 2) fp4_down(Fp4Experts p) {
   wait_for_predecessor();
   launch_dependents();
   float4 c = make_float4(0.f, 0.f, 0.f, 0.f);
+  uint4 b[8] = {};
   for (int n = 0; n < units; n++) {
     const int slot = n / spans, span = n - slot * spans, u = warp + slot * kWarps;
-    const bool live = choice.rows[u] >> g & 1;
+    const int groups = choice.rows[u] >> g & 1 ? p.width / 32 - span * 8 - t : 0; // of the unit, from this lane's first on
     const bf16 *from = p.hidden + ((static_cast<size_t>(blockIdx.y) * kInt4Chosen + u) * kRows + g) * padded + span * kInt4Span + t * 8;
-    uint4 b[8];
 #pragma unroll
-    for (int i = 0; i < 8; i++)
-      b[i] = live && i / 4 * 4 + t < p.width / 32 - span * 8 ? load_rows(from + i * kPiece) : make_uint4(0, 0, 0, 0);
+    for (int half = 0; half < 2; half++)
+      if (half * 4 < groups) { // where there is nothing to read, or nothing chosen, what was there meets zeros or is left out
+#pragma unroll
+        for (int i = 0; i < 4; i++) b[half * 4 + i] = load_rows(from + (half * 4 + i) * kPiece);
+      }
     const Fp4Scales now = next;
     next = scales(n + 1);
     wait_copies<kRing - 1>();

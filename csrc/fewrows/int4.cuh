@@ -235,8 +235,8 @@ __global__ void __launch_bounds__(kWarps * 32, 1) int4_gate_up(Int4Experts p) {
   }
 }
 
-// Down, weighted sum, residual: a block does 16 outputs, a warp the whole width of every eighth expert; each row adds its own
-// experts in ascending order. kUnits: units of the width.
+// Down, weighted sum, residual. Blocks share the outputs evenly, in one tile of 16 or two; a warp does the whole width of every
+// eighth expert, each row adds its own experts in ascending order. kUnits: units of the width.
 template <int kUnits>
 __global__ void __launch_bounds__(kInt4Down * 32, 2) int4_down(Int4Experts p) {
   constexpr int kRing = 3;
@@ -245,12 +245,16 @@ __global__ void __launch_bounds__(kInt4Down * 32, 2) int4_down(Int4Experts p) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   char *ring = reinterpret_cast<char *>(ring_memory) + warp * kRing * kInt4Unit;
   float4 *red = reinterpret_cast<float4 *>(reinterpret_cast<char *>(ring_memory) + kInt4Down * kRing * kInt4Unit);
-  const int chosen = choose_rows<kInt4Down * 32>(p, choice), out = blockIdx.x * kOutputs;
-  const int units = (chosen - warp + kInt4Down - 1) / kInt4Down * kUnits;
-  const bool has_top = out + g < p.columns, has_bottom = out + g + 8 < p.columns, scaled = out + (lane & 15) < p.columns;
+  const unsigned columns = p.columns; // times the blocks: below 2^32
+  const int first = static_cast<int>(columns * blockIdx.x / gridDim.x), last = static_cast<int>(columns * (blockIdx.x + 1) / gridDim.x);
+  const int tiles = (last - first + kOutputs - 1) / kOutputs;
+  const int chosen = choose_rows<kInt4Down * 32>(p, choice);
+  const int units = (chosen - warp + kInt4Down - 1) / kInt4Down * tiles * kUnits; // by expert, tile, unit of the width
   auto fetch = [&](int n) {
     if (n < units) {
-      const size_t base = static_cast<size_t>(choice.list[warp + n / kUnits * kInt4Down]) * p.columns + out;
+      const int part = n / kUnits, slot = tiles == 1 ? part : part >> 1, out = first + (part - slot * tiles) * kOutputs;
+      const bool has_top = out + g < last, has_bottom = out + g + 8 < last, scaled = out + (lane & 15) < last;
+      const size_t base = static_cast<size_t>(choice.list[warp + slot * kInt4Down]) * p.columns + out;
       const uint32_t *top = p.down + (base + (has_top ? g : 0)) * (p.width / 8) + n % kUnits * 32;
       const bf16 *scales = p.down_scale + (base + (scaled ? lane & 15 : 0)) * (p.width / 32) + n % kUnits * 8;
       const Int4Unit unit = {ring + n % kRing * kInt4Unit};
@@ -263,32 +267,33 @@ __global__ void __launch_bounds__(kInt4Down * 32, 2) int4_down(Int4Experts p) {
   wait_for_predecessor();
   launch_dependents();
   float4 c = make_float4(0.f, 0.f, 0.f, 0.f);
+  uint4 b[8] = {};
   for (int n = 0; n < units; n++) {
-    const int u = warp + n / kUnits * kInt4Down;
-    const bool live = choice.rows[u] >> g & 1;
+    const int part = n / kUnits, slot = tiles == 1 ? part : part >> 1, u = warp + slot * kInt4Down;
     const bf16 *from = p.hidden + ((static_cast<size_t>(blockIdx.y) * kInt4Chosen + u) * kRows + g) * p.width + n % kUnits * kInt4Span + t * 8;
-    uint4 b[8];
+    if (choice.rows[u] >> g & 1) { // a row that did not choose this expert keeps what it had: its sums are left out
 #pragma unroll
-    for (int i = 0; i < 8; i++) b[i] = live ? load_rows(from + i * kPiece) : make_uint4(0, 0, 0, 0);
+      for (int i = 0; i < 8; i++) b[i] = load_rows(from + i * kPiece);
+    }
     wait_copies<kRing - 1>();
     __syncwarp();
     int4_multiply(c, Int4Unit{ring + n % kRing * kInt4Unit}, b);
     __syncwarp();
     fetch(n + kRing);
     if (n % kUnits == kUnits - 1) {
-      red[u * 32 + lane] = c;
+      red[(u * tiles + part - slot * tiles) * 32 + lane] = c;
       c = make_float4(0.f, 0.f, 0.f, 0.f);
     }
   }
   __syncthreads();
-  if (threadIdx.x >= 128) return;
   // a thread for each output and row: the sums' owners are lanes, four to a lane
-  const int part = threadIdx.x >> 5, r = 2 * t + (part & 1), o = out + g + (part & 2 ? 8 : 0);
-  const int row = blockIdx.y * kRows + r;
-  if (row >= p.rows || o >= p.columns) return;
+  const int tile = threadIdx.x >> 7, which = threadIdx.x >> 5 & 3, r = 2 * t + (which & 1);
+  const int o = first + tile * kOutputs + g + (which & 2 ? 8 : 0), row = blockIdx.y * kRows + r;
+  if (row >= p.rows || o >= last) return;
   float total = 0.f;
   for (int u = 0; u < chosen; u++)
-    if (choice.rows[u] >> r & 1) total = fmaf(choice.weight[u][r], reinterpret_cast<const float *>(red + u * 32 + lane)[part], total);
+    if (choice.rows[u] >> r & 1)
+      total = fmaf(choice.weight[u][r], reinterpret_cast<const float *>(red + (u * tiles + tile) * 32 + lane)[which], total);
   const size_t at = static_cast<size_t>(row) * p.columns + o;
   p.y[at] = __float2bfloat16(total + (p.residual ? load_bf16(p.residual + at) : 0.f));
 }
@@ -300,9 +305,11 @@ inline cudaError_t launch_int4_gate_up(const Int4Experts &p, int blocks, cudaStr
 }
 
 template <int kUnits>
-inline cudaError_t launch_int4_down(const Int4Experts &p, cudaStream_t stream) {
-  const dim3 grid((p.columns + kOutputs - 1) / kOutputs, (p.rows + kRows - 1) / kRows);
-  const int most = (p.rows < kRows ? p.rows : kRows) * p.choices; // experts of a group
+inline cudaError_t launch_int4_down(const Int4Experts &p, int blocks, cudaStream_t stream) {
+  const int least = (p.columns + 2 * kOutputs - 1) / (2 * kOutputs), share = 2 * blocks < p.columns ? 2 * blocks : p.columns;
+  const dim3 grid(share > least ? share : least, (p.rows + kRows - 1) / kRows);
+  const int tiles = (p.columns + static_cast<int>(grid.x) - 1) / static_cast<int>(grid.x) > kOutputs ? 2 : 1;
+  const int most = (p.rows < kRows ? p.rows : kRows) * p.choices * tiles; // of experts of a group and tiles
   const size_t shared = static_cast<size_t>(kInt4Down) * 3 * kInt4Unit + static_cast<size_t>(most) * 32 * sizeof(float4);
   return launch(int4_down<kUnits>, grid, kInt4Down * 32, shared, stream, 1, p);
 }
@@ -320,12 +327,12 @@ inline cudaError_t int4_experts(const Int4Experts &p, int blocks, cudaStream_t s
   }
   if (e != cudaSuccess) return e;
   switch (p.width) {
-  case 256: return launch_int4_down<1>(p, stream);
-  case 512: return launch_int4_down<2>(p, stream);
-  case 768: return launch_int4_down<3>(p, stream);
-  case 1024: return launch_int4_down<4>(p, stream);
-  case 1536: return launch_int4_down<6>(p, stream);
-  case 2048: return launch_int4_down<8>(p, stream);
+  case 256: return launch_int4_down<1>(p, blocks, stream);
+  case 512: return launch_int4_down<2>(p, blocks, stream);
+  case 768: return launch_int4_down<3>(p, blocks, stream);
+  case 1024: return launch_int4_down<4>(p, blocks, stream);
+  case 1536: return launch_int4_down<6>(p, blocks, stream);
+  case 2048: return launch_int4_down<8>(p, blocks, stream);
   default: return cudaErrorInvalidValue;
   }
 }
