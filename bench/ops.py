@@ -5,6 +5,7 @@ other's so that the L2 is cold. On a GPU the fused table beside the reference, o
 """
 
 import argparse
+import contextlib
 import dataclasses
 import inspect
 import statistics
@@ -20,7 +21,7 @@ from engine.options import DEMO, Parser, least
 from engine.profile import Profile
 from engine.shape import PLAIN
 from engine.watch import tensors as tensors_below
-from kernels import FUSED, REFERENCE, Ops
+from kernels import FUSED, REFERENCE, Ops, attend, moe, native
 from weights.config import Refused
 
 from . import bandwidth, command, results, stages
@@ -31,6 +32,10 @@ MODEL, DRAFT, LAYERS = "qwen3-30b-a3b", "random:qwen3-30b-a3b-eagle3", 8
 L2 = 50 << 20  # bytes; a group that reads less than this a turn may find its weights there
 SMALL = 4 << 20  # bytes; a smaller argument is copied, and put back before every turn where the call changes it
 UNREAD = {"k_plane", "v_plane", "storage", "cos_sin", "pages", "gate_up", "down"}  # not read whole where experts, cache
+
+
+PARTLY = {"qkv", "attention", "attend", "experts", "moe", "commit"}
+COMPOSED = {"attend": (attend, "qkv", "attention"), "moe": (moe, "route", "experts")}  # noted whole, and in their parts
 
 
 @dataclass
@@ -61,15 +66,16 @@ def own_copy(x, lasting: set[int]):
 def traffic(field: str, args: tuple, out) -> int:
     """Bytes that a call must move: arguments and results, of a cache or of experts what is touched."""
     named = dict(inspect.signature(getattr(REFERENCE, field)).bind(*args).arguments)
-    whole = {k: v for k, v in named.items() if not (k in UNREAD and field in ("qkv", "attention", "experts", "commit"))}
+    whole = {k: v for k, v in named.items() if not (k in UNREAD and field in PARTLY)}
     total = sum(t.nbytes for t in tensors(tuple(whole.values()))) + sum(t.nbytes for t in tensors(out))
-    if field == "experts":
-        distinct = int(named["ids"].unique().numel())
-        total += distinct * sum(named[k].nbytes // named[k].shape[0] for k in ("gate_up", "down"))
-    elif field in ("qkv", "attention"):
-        plane = named["k_plane"]
-        seen = named["positions"].numel() if field == "qkv" else int(named["prefix"].sum()) + named["q"].shape[0]
-        total += 2 * seen * plane[0].nbytes
+    if field in ("experts", "moe"):
+        ids = named["ids"] if field == "experts" else REFERENCE.route(*args[:7])[1]
+        total += int(ids.unique().numel()) * sum(named[k].nbytes // named[k].shape[0] for k in ("gate_up", "down"))
+    elif field in ("qkv", "attention", "attend"):
+        rows = args[0].shape[0]  # written by the one, read with what is committed by the other
+        written = 0 if field == "attention" else rows
+        read = 0 if field == "qkv" else int(named["prefix"].sum()) + rows
+        total += 2 * (written + read) * named["k_plane"][0].nbytes
     elif field == "commit":
         rows = named["storage"]
         moved = int(named["accept_lens"].sum())
@@ -82,9 +88,10 @@ class Recorder:
 
     def __init__(self, ops: Ops):
         self.calls, self.on, self.lasting = {}, False, set()
-        self.ops = dataclasses.replace(
-            ops, **{f.name: self._noted(f.name, getattr(ops, f.name)) for f in dataclasses.fields(ops)}
-        )
+        own = {f.name: self._noted(f.name, getattr(ops, f.name)) for f in dataclasses.fields(ops)}
+        for name, (kind, first, second) in COMPOSED.items():
+            own[name] = self._noted(name, kind.composed(own[first], own[second]))
+        self.ops = dataclasses.replace(ops, **own)
 
     def _noted(self, field, operation):
         def call(*args):
@@ -95,11 +102,13 @@ class Recorder:
                 own_copy(args, self.lasting),
             )  # a cycle's buffers hold other things when this is timed
             out = operation(*args)
+            self.on = False  # once more, for what it changes; its parts are noted
             own = list(tensors(args))
             largest = max(own, key=lambda t: t.nbytes) if own else None
             sizes = [own[0], largest] if own and largest is not own[0] else own[:1]
             key = field, ",".join("x".join(map(str, t.shape)) for t in sizes)
             operation(*copied)
+            self.on = True
             pairs = zip(tensors(copied), tensors(before), strict=True)
             kept = [(t, b) for t, b in pairs if t.nbytes < SMALL and not torch.equal(t, b)]
             self.calls.setdefault(key, []).append(Call(copied, kept, traffic(field, args, out)))
@@ -212,9 +221,18 @@ def timed(operation, calls: list[Call], repeats: int, device: torch.device) -> l
     return found
 
 
+def bf16(call: Call) -> bool:
+    """Whether a call's rows are what the native kernels serve."""
+    return next(tensors(call.args)).dtype == torch.bfloat16
+
+
 def measured(o, recorder: Recorder, device: torch.device, speed: float) -> list[Figure]:
-    """A figure for every (field, sizes) and table."""
-    tables = {"fused": FUSED, "reference": REFERENCE} if device.type == "cuda" else {"reference": REFERENCE}
+    """A figure for every (field, sizes) and table; `native` where that has a kernel of its own."""
+    tables = {"reference": REFERENCE}
+    if device.type == "cuda":
+        tables = {"fused": FUSED, "reference": REFERENCE}
+        with contextlib.suppress(native.Unavailable):
+            tables["native"] = native.table(FUSED, device)
     found = []
     for (field, sizes), calls in tqdm(sorted(recorder.calls.items()), desc="ops", unit="", disable=None, leave=False):
         nbytes = statistics.mean(call.nbytes for call in calls)
@@ -222,6 +240,8 @@ def measured(o, recorder: Recorder, device: torch.device, speed: float) -> list[
         if device.type == "cuda" and nbytes * len(calls) < L2:
             note += "; may lie in the L2"
         for table, ops in tables.items():
+            if table == "native" and (getattr(ops, field) is getattr(FUSED, field) or not bf16(calls[0])):
+                continue
             ms = timed(getattr(ops, field), calls, o.repeats, device)
             floor = nbytes / speed * 1e3 or None
             found.append(Figure.of(f"{field}.{sizes}.{table}", "ms", ms, floor=floor, note=note))
@@ -240,7 +260,7 @@ def run(o, command: str) -> list[Figure]:
     figures = [Figure.of("read_bandwidth", "TB/s", [x / 1e12 for x in read])]
     figures += measured(o, recorder, device, results.quantile(read, 0.5))
     absent = {f.name for f in dataclasses.fields(Ops)} - {field for field, _ in recorder.calls}
-    tables = "fused beside reference" if device.type == "cuda" else "reference alone: no GPU here"
+    tables = "fused and native beside reference" if device.type == "cuda" else "reference alone: no GPU here"
     print(f"sizes of {o.random or 'the demo pair'}; {tables}")
     if absent:
         print(f"not called by these shapes: {', '.join(sorted(absent))}")
