@@ -116,6 +116,7 @@ class Peers:
         self._library = ctypes.CDLL(str(path))
         if (found := self._library.eagle3_links_version()) != VERSION:
             raise Unavailable(f"{path}: version {found} of its interface, expected {VERSION}")
+        self._call("eagle3_links_device", torch.cuda.current_device())
         self._library.eagle3_inbox_bytes.restype = ctypes.c_size_t
         size = self._library.eagle3_inbox_bytes(self.size, share, self.columns)
         handle = ctypes.create_string_buffer(HANDLE)
