@@ -142,11 +142,16 @@ def place(y, own, eps, kv_norm, k_up, cos_sin, positions, index, pages, page_siz
     return q
 
 
-def fused(x, norm_weight, eps, down, q_norm, q_up, kv_norm, k_up, *rest):
-    """The twin of `reference`: norm and down projection; norm and queries; absorption, RoPE and cache rows."""
-    y = linear.project(x, norm_weight, eps, down)
-    own = y if q_up is None else linear.project(y[:, : q_up.shape[1]], q_norm, eps, q_up)
-    return place(y, own, eps, kv_norm, k_up, *rest)
+def composed(project):
+    """The operation from a projection with a norm before it: project(x, norm_weight or None, eps, weight)."""
+
+    def operation(x, norm_weight, eps, down, q_norm, q_up, kv_norm, k_up, *rest):
+        """The twin of `reference`: down projection; queries; absorption, RoPE and cache rows."""
+        y = project(x, norm_weight, eps, down)
+        own = y if q_up is None else project(y[:, : q_up.shape[1]], q_norm, eps, q_up)
+        return place(y, own, eps, kv_norm, k_up, *rest)
+
+    return operation
 
 
 def specimens():

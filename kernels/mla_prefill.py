@@ -11,13 +11,9 @@ from .prefill import linear
 from .tile import up
 
 
-def qkv(x, norm_weight, eps, down, q_norm, q_up, kv_norm, k_up, *rest):
-    """As kernels.mla.reference."""
-    if norm_weight is not None:
-        x = norm.fused(x, norm_weight, eps)
-    y = linear(x, down)
-    own = y if q_up is None else linear(norm.fused(y[:, : q_up.shape[1]], q_norm, eps), q_up)
-    return mla.place(y, own, eps, kv_norm, k_up, *rest)
+def project(x, norm_weight, eps, weight):
+    """norm(x) W^T, or x W^T without a norm."""
+    return linear(x if norm_weight is None else norm.fused(x, norm_weight, eps), weight)
 
 
 @triton.jit(do_not_specialize=["t", "columns", "table"])
@@ -74,7 +70,7 @@ def attention(q, plane, v_up, pages, prefix, tree, page_size, scale):
     return mla_attention.values(y, v_up)
 
 
-OPERATIONS = {"mla_qkv": qkv, "mla_attention": attention}
+OPERATIONS = {"mla_qkv": mla.composed(project), "mla_attention": attention}
 
 
 def specimens():

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from . import head, native_packed
+from . import head, linear, mla, native_packed
 from .routing import Routing
 from .structs import structure
 from .tile import groups
@@ -153,6 +153,14 @@ class Library:
             return self.base.linear(x, weight, bias, residual)
         return self.project(x, None, 0.0, weight, bias, residual)
 
+    def normed(self, x, norm_weight, eps, weight):
+        """norm(x) W^T, or x W^T without a norm: the projections of latent attention."""
+        if norm_weight is not None and not _projects(x.shape[1], True):
+            x, norm_weight = self.base.norm(x, norm_weight, eps), None
+        if not _projects(x.shape[1], norm_weight is not None):
+            return linear.project(x, norm_weight, eps, weight)
+        return self.project(x, norm_weight, eps, weight, None, None)
+
     def mlp(self, x, norm_weight, eps, gate_up, down, activation, residual=None):
         """The twin of REFERENCE.mlp."""
         if activation != "silu" or not (_projects(x.shape[1], True) and _projects(down.shape[1], False)):
@@ -234,4 +242,5 @@ def table(base, device, announce=None):
     names = ("linear", "mlp", "attend", "moe", "head")
     own = {name: getattr(Library, name) for name in names}
     own |= {name: getattr(native_packed, name) for name in ("experts_int4", "experts_mxfp4")}
-    return replace(base, **{name: functools.partial(operation, library) for name, operation in own.items()})
+    own = {name: functools.partial(operation, library) for name, operation in own.items()}
+    return replace(base, **own, mla_qkv=mla.composed(library.normed))

@@ -5,14 +5,26 @@ from twin_cases import Make, fill
 
 from kernels.attention import causal_bits
 
+QKV = (  # B, T, D, heads, plain, turned, latent, query latent, page size, with a norm
+    (1, 1, 64, 4, 16, 16, 32, 24, 16, True),
+    (2, 5, 80, 3, 12, 8, 40, None, 1, True),
+    (3, 4, 96, 2, 24, 6, 70, 48, 4, False),
+)
+ATTENTION = (  # B, T, heads, latent, turned, value, page size, prefixes, kind
+    (1, 1, 4, 32, 16, 16, 1, [0], "tree"),
+    (2, 1, 3, 40, 8, 10, 4, [150, 7], "tree"),
+    (2, 5, 8, 32, 8, 24, 16, [140, 63], "chain"),
+    (1, 40, 6, 64, 16, 16, 16, [97], "tree"),
+    (1, 64, 2, 16, 4, 16, 16, [70], "tree"),
+    (2, 6, 40, 16, 16, 12, 4, [79, 80], "causal"),
+    (1, 2, 2, 16, 4, 8, 16, [2200], "chain"),  # more splits than lanes
+    (1, 70, 4, 70, 6, 16, 64, [30], "causal"),
+)
 
-def mla_qkv(dtype, device):
+
+def mla_qkv(dtype, device, cases=QKV):
     make = Make(dtype, device)
-    for b, t, d, h, nope, turned, latent, q_rank, page, normed in (
-        (1, 1, 64, 4, 16, 16, 32, 24, 16, True),
-        (2, 5, 80, 3, 12, 8, 40, None, 1, True),
-        (3, 4, 96, 2, 24, 6, 70, 48, 4, False),
-    ):
+    for b, t, d, h, nope, turned, latent, q_rank, page, normed in cases:
         columns = -(-40 // page)
         pages = make.pages(b, columns)
         (plane,) = make.planes(1, pages, page, 1, latent + turned)
@@ -29,18 +41,9 @@ def mla_qkv(dtype, device):
         yield f"b{b}t{t}page{page}", (make.floats(b * t, d), first, 1e-6, down, *query, *rest)
 
 
-def mla_attention(dtype, device):
+def mla_attention(dtype, device, cases=ATTENTION):
     make = Make(dtype, device)
-    for b, t, h, latent, turned, value, page, prefix, kind in (
-        (1, 1, 4, 32, 16, 16, 1, [0], "tree"),
-        (2, 1, 3, 40, 8, 10, 4, [150, 7], "tree"),
-        (2, 5, 8, 32, 8, 24, 16, [140, 63], "chain"),
-        (1, 40, 6, 64, 16, 16, 16, [97], "tree"),
-        (1, 64, 2, 16, 4, 16, 16, [70], "tree"),
-        (2, 6, 40, 16, 16, 12, 4, [79, 80], "causal"),
-        (1, 2, 2, 16, 4, 8, 16, [2200], "chain"),  # more splits than lanes
-        (1, 70, 4, 70, 6, 16, 64, [30], "causal"),
-    ):
+    for b, t, h, latent, turned, value, page, prefix, kind in cases:
         columns = -(-(max(prefix) + t + 3) // page)
         pages = make.pages(b, columns)
         (plane,) = make.planes(1, pages, page, 1, latent + turned)
