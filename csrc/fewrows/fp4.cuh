@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) fp4_gate_up(Fp4Experts p) {
         const int u = pair / p.width, i = pair - u * p.width;
         const bf16 *bias = p.gate_up_bias + (static_cast<size_t>(choice.list[u]) * p.width + i) * 2;
         const float gate = load_bf16(bias), up = load_bf16(bias + 1);
-        bf16 *to = p.hidden + ((static_cast<size_t>(blockIdx.y) * kInt4Chosen + u) * kRows + r) * padded + paired_place(i);
+        bf16 *to = p.hidden + ((static_cast<size_t>(blockIdx.y) * kGroupChosen + u) * kRows + r) * padded + paired_place(i);
         if (choice.rows[u] >> r & 1) to[0] = __float2bfloat16(clamped_swiglu(sum.x + gate, sum.z + up));
         if (choice.rows[u] >> (r + 1) & 1) to[padded] = __float2bfloat16(clamped_swiglu(sum.y + gate, sum.w + up));
       }
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(kWarps * 32, 2) fp4_down(Fp4Experts p) {
   for (int n = 0; n < units; n++) {
     const int slot = n / spans, span = n - slot * spans, u = warp + slot * kWarps;
     const int groups = choice.rows[u] >> g & 1 ? p.width / 32 - span * 8 - t : 0; // of the unit, from this lane's first on
-    const bf16 *from = p.hidden + ((static_cast<size_t>(blockIdx.y) * kInt4Chosen + u) * kRows + g) * padded + span * kInt4Span + t * 8;
+    const bf16 *from = p.hidden + ((static_cast<size_t>(blockIdx.y) * kGroupChosen + u) * kRows + g) * padded + span * kInt4Span + t * 8;
 #pragma unroll
     for (int half = 0; half < 2; half++)
       if (half * 4 < groups) { // where there is nothing to read, or nothing chosen, what was there meets zeros or is left out

@@ -6,13 +6,12 @@
 // rounded once. B operands hold the rows in the same order ("paired"). Units of 256 columns travel through a warp's own ring.
 #pragma once
 
-#include "common.cuh"
+#include "choice.cuh"
 
 namespace eagle3 {
 
 constexpr int kInt4Span = 256;    // columns of a unit: eight groups of 32
 constexpr int kInt4Unit = 2304;   // bytes of a unit of 16 rows: codes 2048, scales 256
-constexpr int kInt4Chosen = 64;   // experts of a group of rows, at most: 8 rows of 8 choices
 constexpr int kInt4Down = 8;      // warps of a block of int4_down
 
 struct Int4Experts {
@@ -28,64 +27,6 @@ struct Int4Experts {
   bf16 *y;                   // [rows, columns]
   int rows, columns, width, experts, choices;
 };
-
-// What a group of rows chose: its experts in ascending order; of each, which rows (a bit each) with which weights.
-struct GroupChoice {
-  float weight[kInt4Chosen][kRows];
-  unsigned rows[kInt4Chosen], mask[kInt4Chosen];
-  int list[kInt4Chosen], id[kInt4Chosen], fresh[kInt4Chosen];
-};
-
-// Returns how many experts the block's group of rows chose. All threads call it; P: Int4Experts, or another with its ids and
-// weights. Work follows the pairs (64 at most), not the experts. Ids that are no expert's are passed over.
-template <int kThreads, class P>
-__device__ __forceinline__ int choose_rows(const P &p, GroupChoice &c) {
-  constexpr int kOwn = kThreads < kInt4Chosen ? kInt4Chosen / kThreads : 1; // pairs of a thread
-  const int first = blockIdx.y * kRows, pairs = min(kRows, p.rows - first) * p.choices;
-  const size_t from = static_cast<size_t>(first) * p.choices;
-  int e[kOwn];
-  float w[kOwn];
-#pragma unroll
-  for (int k = 0; k < kOwn; k++) {
-    const int i = threadIdx.x + k * kThreads;
-    e[k] = -1, w[k] = 0.f;
-    if (i >= pairs) continue;
-    const int64_t own = load_long(p.ids + from + i);
-    w[k] = load_float(p.weights + from + i);
-    e[k] = own >= 0 && own < p.experts ? static_cast<int>(own) : -1;
-    c.id[i] = e[k];
-  }
-  __syncthreads();
-#pragma unroll
-  for (int k = 0; k < kOwn; k++) {
-    const int i = threadIdx.x + k * kThreads;
-    if (i >= pairs) continue;
-    unsigned mask = 0;
-    bool fresh = e[k] >= 0;
-#pragma unroll 1
-    for (int j = 0, row = 0, left = p.choices; j < pairs; j++) {
-      if (c.id[j] == e[k]) mask |= 1u << row, fresh &= j >= i;
-      if (--left == 0) left = p.choices, row++;
-    }
-    c.mask[i] = mask, c.fresh[i] = fresh;
-  }
-  __syncthreads();
-  int count = 0;
-#pragma unroll 1
-  for (int j = 0; j < pairs; j++) count += c.fresh[j];
-#pragma unroll
-  for (int k = 0; k < kOwn; k++) {
-    const int i = threadIdx.x + k * kThreads;
-    if (i >= pairs || e[k] < 0) continue;
-    int place = 0;
-#pragma unroll 1
-    for (int j = 0; j < pairs; j++) place += c.fresh[j] && c.id[j] < e[k];
-    c.weight[place][i / p.choices] = w[k];
-    if (c.fresh[i]) c.list[place] = e[k], c.rows[place] = c.mask[i];
-  }
-  __syncthreads();
-  return count;
-}
 
 // Eight columns in natural order -> (0, 4), (1, 5), (2, 6), (3, 7).
 __device__ __forceinline__ uint4 paired(const uint4 &v) {
@@ -227,7 +168,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) int4_gate_up(Int4Experts p) {
       const int pair = first + tile * 8 + g, r = 2 * t;
       if (pair < last) {
         const int u = pair / p.width, i = pair - u * p.width;
-        bf16 *to = p.hidden + ((static_cast<size_t>(blockIdx.y) * kInt4Chosen + u) * kRows + r) * p.width + paired_place(i);
+        bf16 *to = p.hidden + ((static_cast<size_t>(blockIdx.y) * kGroupChosen + u) * kRows + r) * p.width + paired_place(i);
         if (choice.rows[u] >> r & 1) to[0] = __float2bfloat16(silu(sum.x) * sum.z);
         if (choice.rows[u] >> (r + 1) & 1) to[p.width] = __float2bfloat16(silu(sum.y) * sum.w);
       }
@@ -270,7 +211,7 @@ __global__ void __launch_bounds__(kInt4Down * 32, 2) int4_down(Int4Experts p) {
   uint4 b[8] = {};
   for (int n = 0; n < units; n++) {
     const int part = n / kUnits, slot = tiles == 1 ? part : part >> 1, u = warp + slot * kInt4Down;
-    const bf16 *from = p.hidden + ((static_cast<size_t>(blockIdx.y) * kInt4Chosen + u) * kRows + g) * p.width + n % kUnits * kInt4Span + t * 8;
+    const bf16 *from = p.hidden + ((static_cast<size_t>(blockIdx.y) * kGroupChosen + u) * kRows + g) * p.width + n % kUnits * kInt4Span + t * 8;
     if (choice.rows[u] >> g & 1) { // a row that did not choose this expert keeps what it had: its sums are left out
 #pragma unroll
       for (int i = 0; i < 8; i++) b[i] = load_rows(from + i * kPiece);
