@@ -118,10 +118,10 @@ def folder():
 
 def _file(engine, batch):
     """The file of this pair at this batch size on this kind of device, None where there is nowhere to keep it."""
-    o = engine.options
-    name = json.dumps([o.target, o.random, o.layers, o.draft, batch, engine.parts.device.type])
+    o, parts = engine.options, engine.parts
+    name = [o.target, o.random, o.layers, o.draft, batch, parts.device.type, str(parts.dtype), parts.tp.size]
     try:
-        return folder() / f"costs-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
+        return folder() / f"costs-{hashlib.sha256(json.dumps(name).encode()).hexdigest()[:16]}.json"
     except RuntimeError:
         return None
 
