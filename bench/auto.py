@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from engine import Engine
 from engine.auto import AUTO
-from engine.chooser import Experience
 from engine.compare import Taken, turns
 from engine.options import DEMO, Parser, least
 from engine.report import changes
@@ -134,7 +133,7 @@ def made_up(o, engine: Engine, bar) -> list[Figure]:
         oracle.aim(GOOD, *bounds)
         taken = {PLAIN: [], AUTO: []}
         for _, _, way in turns(taken, 1, o.rounds):
-            engine.auto.experience = Experience()
+            engine.auto.experience = None  # nothing is known at first
             taken[way].append(run_one(engine, prompt, tokens, way))
             bar.update(1)
         share = [a.speed / b.speed for a, b in zip(taken[AUTO], taken[PLAIN], strict=True)]

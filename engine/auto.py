@@ -29,7 +29,7 @@ class Auto:
 
     def forget(self):
         """Another drafter: its costs and what it keeps are not known yet."""
-        self.tables, self.origin, self.experience = {}, {}, Experience()
+        self.tables, self.origin, self.experience = {}, {}, None
 
     def candidates(self):
         """Plain decoding and what else may be taken. Raises Refused where there is no draft."""
@@ -54,4 +54,6 @@ class Auto:
         shapes = [s for s in self.candidates() if not rule.drafts or s == PLAIN or s.topk > 1]
         if shapes == [PLAIN]:
             raise Refused(f"shape {AUTO}: sampling takes trees (topk above 1), and there is none among the shapes")
+        if self.experience is None or set(self.experience.shapes) != set(self.candidates()):
+            self.experience = Experience(self.candidates())
         return Chooser(self.table(batch), shapes, self.experience)

@@ -10,6 +10,7 @@ what the requests before it kept, and deeper than it has looked they follow from
 
 import math
 
+import numpy as np
 import torch
 
 from .buffers import BACKLOG
@@ -21,6 +22,7 @@ OWN, WINDOW = 16, 32  # the same of one request: what earlier requests count for
 TREES = 64  # cycles that the model of trees counts for
 BRANCHES = 0.45  # growth of g by a doubling of candidates; the demo pair's trees show 0.4 to 0.5
 SURE = 0.98  # no chance is higher
+HOLD, QUIET = 2, 8  # cycles from one decision to the next, after evidence and without
 DWELL = 16  # cycles that a change of shape is written off over
 TRIALS, CATCHING_UP = 0.01, 0.01  # shares of the time for shapes that only might be better, and for catching up
 FORGOTTEN = 64  # tokens without evidence after which half of it is doubted
@@ -83,113 +85,87 @@ class Fixed:
         """Nothing is learned."""
 
 
-class Ratio:
-    """What was seen over what was said, both fading; at first 1, which counts for `mass` observations."""
-
-    def __init__(self, mass):
-        self.mass, self.seen, self.said = mass, 0.0, 0.0
-
-    def add(self, seen, said):
-        """One observation."""
-        fade = 1 - 1 / LASTING
-        self.seen, self.said = self.seen * fade + seen, self.said * fade + said
-
-    @property
-    def value(self):
-        """By how much more is seen than said."""
-        return (self.seen + self.mass) / (self.said + self.mass)
-
-
 class Experience:
-    """What all requests of an engine have shown: c_1, c_i over the c before it, and by (shape, depth) how much more or
-    less of a tree is kept than the model says."""
+    """What all requests of an engine have shown: c_1, c_i over the c before it, and for each (shape, depth) how much
+    more or less of a tree is kept than the model says. Ratios are what was seen over what was said, both fading.
 
-    def __init__(self):
-        self.first, self.deeper, self.factors, self.runs = Average(PRIOR, FIRST, LASTING), {}, {}, {}
+    Args:
+        shapes: all that may be chosen.
+    """
+
+    def __init__(self, shapes):
+        self.shapes = tuple(shapes)
+        self.depths = max(1, *(shape.path - 1 for shape in self.shapes))
+        self.first, self.deeper = Average(PRIOR, FIRST, LASTING), [[FIRST, FIRST] for _ in range(self.depths)]
+        size = len(self.shapes), self.depths
+        self.inside, self.power = np.zeros(size), np.ones(size)
+        self.seen, self.said, self.runs = np.full(size, float(TREES)), np.full(size, float(TREES)), np.zeros(size[0])
+        for row, shape in enumerate(self.shapes):
+            self.inside[row, : shape.path - 1] = 1.0
+            for depth in range(shape.path - 1) if shape.topk > 1 else ():
+                left = min(shape.topk, shape.draft_tokens - 1) / 2**depth
+                self.power[row, depth] = 1 + BRANCHES * math.log2(max(1.0, left))
 
     def next(self, depth, before):
         """What to expect of c at `depth` (from 2) where it is `before` one depth up."""
-        return min(1.0, before * self._of(self.deeper, depth, FIRST).value)
+        seen, said = self.deeper[depth - 1]
+        return min(1.0, before * seen / said)
 
     def went_on(self, depth, before, hit):
         """A chain that was expected to keep its token with chance `before` one depth up kept it at `depth`, or not."""
-        self._of(self.deeper, depth, FIRST).add(hit, before)
+        fade, ratio = 1 - 1 / LASTING, self.deeper[depth - 1]
+        ratio[:] = ratio[0] * fade + hit, ratio[1] * fade + before
 
-    def kept(self, shape, depth, chance):
-        """Chance that a tree of `shape` goes on at `depth`, where its chain does with `chance`."""
-        if shape.topk == 1:
-            return min(SURE, chance)
-        return min(SURE, self._of(self.factors, (shape, depth), TREES).value * self._said(shape, depth, chance))
+    def lengths(self, chances):
+        """Expected tokens of a cycle, the bonus token counted, of each request and shape.
 
-    def learn(self, shape, depth, chance, hit):
-        """A cycle of `shape` went on at `depth` (hit 1.0) or did not (0.0), where the chain does with `chance`."""
-        if shape.topk > 1:
-            self._of(self.factors, (shape, depth), TREES).add(hit, self._said(shape, depth, chance))
+        Args:
+            chances: [R, D] c_1, c_2, … of each request -> [R, S].
+        """
+        kept = 1 - (1 - np.minimum(SURE, chances))[:, None] ** self.power
+        kept = np.minimum(SURE, self.seen / self.said * kept) * self.inside
+        return 1 + np.cumprod(kept, 2).sum(2)
 
-    @staticmethod
-    def _said(shape, depth, chance):
-        left = min(shape.topk, shape.draft_tokens - 1) / 2 ** (depth - 1)
-        power = 1 + BRANCHES * math.log2(max(1.0, left))
-        return 1 - (1 - min(SURE, chance)) ** power
-
-    @staticmethod
-    def _of(ratios, key, mass):
-        return ratios.setdefault(key, Ratio(mass))
-
-    def doubt(self, shape):
-        """How much better than the model says a shape may be: HOPE at first, less with every cycle of it."""
-        return HOPE * FIRST / (FIRST + self.runs.get(shape, 0))
+    def learn(self, row, chances, matched):
+        """A cycle of shape number `row` kept `matched` draft tokens, where its chain had these chances."""
+        if self.shapes[row].topk == 1:
+            return
+        fade = 1 - 1 / LASTING
+        for depth in range(min(matched + 1, self.shapes[row].path - 1)):
+            said = 1 - (1 - min(SURE, chances[depth])) ** self.power[row, depth]
+            self.seen[row, depth] = self.seen[row, depth] * fade + (depth < matched)
+            self.said[row, depth] = self.said[row, depth] * fade + said
 
 
 class Rates:
-    """One request's chances by depth, and what each shape is expected to emit."""
+    """One request's chances by depth."""
 
-    def __init__(self, experience, depths):
+    def __init__(self, experience):
         self.experience, self.age = experience, 0  # tokens since the last evidence
         self.first = Average(experience.first.value, OWN, WINDOW)
-        self.hits, self.tries = [0.0] * depths, [0.0] * depths  # below the first depth, fading
-        self.known = {}
+        self.hits, self.tries = [0.0] * experience.depths, [0.0] * experience.depths  # below the first depth, fading
+        self.found = None
 
-    def chances(self, stale=0.0):
-        """c_1, c_2, …; stale: share of what is short of 1 that is hoped for."""
-        found = [self.first.value]
-        for depth in range(2, len(self.hits) + 1):
-            prior = self.experience.next(depth, found[-1])
-            found.append((self.hits[depth - 1] + OWN * prior) / (self.tries[depth - 1] + OWN))
-        return [chance + stale * (1 - chance) for chance in found]
+    def chances(self):
+        """[c_1, c_2, …]."""
+        if self.found is None:
+            self.found = [self.first.value]
+            for depth in range(2, len(self.hits) + 1):
+                prior = self.experience.next(depth, self.found[-1])
+                self.found.append((self.hits[depth - 1] + OWN * prior) / (self.tries[depth - 1] + OWN))
+        return self.found
 
-    def length(self, shape):
-        """Expected tokens of a cycle, the bonus token counted."""
-        if not self.known:
-            self.known[None] = self.chances()
-        if shape not in self.known:
-            self.known[shape] = self._length(shape, self.known[None])
-        return self.known[shape]
-
-    def hope(self, shape):
-        """The same if all goes well: old evidence may not hold, a shape may be better than the model says."""
-        length = self.length(shape)
-        if self.age > WINDOW:
-            length = self._length(shape, self.chances(1 - 0.5 ** ((self.age - WINDOW) / FORGOTTEN)))
-        return min(shape.path, 1 + (length - 1) * (1 + self.experience.doubt(shape)))
-
-    def _length(self, shape, chances):
-        total = reach = 1.0
-        for depth in range(1, shape.path):
-            reach *= self.experience.kept(shape, depth, chances[depth - 1])
-            total += reach
-        return total
+    def stale(self):
+        """How much the evidence may be out of date, from 0 to 1."""
+        return 1 - 0.5 ** (max(0, self.age - WINDOW) / FORGOTTEN)
 
     def cycle(self, shape, matched, chain, ended):
         """A cycle of `shape` kept `matched` draft tokens, the first `chain` of them those of the chain in its tree,
         which was wrong after them, or ended there. Plain decoding shows nothing; evidence gets older."""
         self.age += matched + 1
-        if shape == PLAIN:
-            return
-        chances = self.chances()
-        for depth in range(1, min(matched + 2, shape.path)):
-            self.experience.learn(shape, depth, chances[depth - 1], float(depth <= matched))
-        self._see([1.0] * chain + [0.0] * (not ended))
+        if shape != PLAIN:
+            self.experience.learn(self.experience.shapes.index(shape), self.chances(), matched)
+            self._see([1.0] * chain + [0.0] * (not ended))
 
     def foreseen(self, agreed, compared):
         """Of `compared` proposals for one token ahead, `agreed` were the tokens that came."""
@@ -201,7 +177,6 @@ class Rates:
         if not hits:
             return
         chances, fade = self.chances(), 1 - 1 / WINDOW
-        self.age, self.known = 0, {}
         self.hits, self.tries = [x * fade for x in self.hits], [x * fade for x in self.tries]
         self.first.add(hits[0])
         self.experience.first.add(hits[0])
@@ -209,54 +184,69 @@ class Rates:
             self.experience.went_on(depth, chances[depth - 2], hit)
             self.hits[depth - 1] += hit
             self.tries[depth - 1] += 1
+        self.age, self.found = 0, None
 
 
 class Chooser:
     """Takes, cycle by cycle, the shape with most expected tokens a millisecond for the requests in progress.
 
-    A shape that only might be better is tried when what the trial is expected to lose has been saved up: a share TRIALS
-    of the time.
+    A shape that only might be better is tried, for a cycle, when what the trial is expected to lose has been saved up:
+    a share TRIALS of the time. Between two decisions lie some cycles, fewer when they have shown something.
 
     Args:
-        table: engine.cost.CostTable at this batch size; shapes: those captured, plain decoding among them.
+        table: engine.cost.CostTable at this batch size; shapes: those captured, plain decoding among them; experience:
+        of these shapes, others too.
     """
 
     def __init__(self, table, shapes, experience):
         self.table, self.shapes, self.experience = table, tuple(shapes), experience
-        self.depths = max(shape.path - 1 for shape in shapes)
-        self.ms = {shape: table.cycle(shape) for shape in shapes}
+        self.rows = [experience.shapes.index(shape) for shape in self.shapes]
+        self.paths = np.array([shape.path for shape in self.shapes], float)
         pause = table.catch_up_ms(BACKLOG) / (CATCHING_UP * table.plain)
         self.backlog = min(BACKLOG, max(WINDOW, math.ceil(pause)))  # plain cycles between two catch-ups
-        self.ms[PLAIN] += table.catch_up_ms(BACKLOG) / self.backlog
-        self.saved, self.rates = 0.0, {}
+        waiting = table.catch_up_ms(BACKLOG) / self.backlog
+        self.ms = np.array([table.cycle(shape) + waiting * (shape == PLAIN) for shape in self.shapes])
+        self.saved, self.rates, self.best, self.left, self.news = 0.0, {}, None, 0, False
 
     def choose(self, requests, lag):
         """The next cycle's shape; requests: those in progress; lag: rows that the drafter may be behind."""
-        self.rates = {r.index: self._of(r) for r in requests}
-        running = self.rates.values()
-        ms = {s: self.ms[s] + self._change(s, lag) for s in self.shapes}
-        speed = {s: sum(r.length(s) for r in running) / ms[s] for s in self.shapes}
-        best = max(self.shapes, key=speed.get)
-        shape = self._trial(running, ms, speed, best) or best
-        self.saved = min(self.saved + TRIALS * ms[best], max(ms.values()))
-        self.experience.runs[shape] = self.experience.runs.get(shape, 0) + 1
-        return shape
+        if len(requests) != len(self.rates) or any(r.index not in self.rates for r in requests):
+            self.rates = {r.index: self.rates.get(r.index) or Rates(self.experience) for r in requests}
+            self.left = 0
+        if self.news:
+            self.left, self.news = min(self.left, HOLD), False
+        chosen = None
+        if self.left <= 0:
+            chosen, self.left = self._decide(lag), QUIET
+        self.left -= 1
+        chosen = self.best if chosen is None else chosen
+        self.saved = min(self.saved + TRIALS * self.ms[self.best], self.ms.max())
+        self.experience.runs[self.rows[chosen]] += 1
+        return self.shapes[chosen]
 
-    def _of(self, request):
-        return self.rates.get(request.index) or Rates(self.experience, self.depths)
+    def _decide(self, lag):
+        """Set the best shape; returns another one that deserves a trial now, or None."""
+        running = list(self.rates.values())
+        chances = np.array([rates.chances() for rates in running])
+        ms = self.ms + [self._change(shape, lag) for shape in self.shapes]
+        lengths = self.experience.lengths(chances)[:, self.rows]
+        speed = lengths.sum(0) / ms
+        self.best = int(speed.argmax())
+        hoped, stale = lengths, np.array([[rates.stale()] for rates in running])
+        if stale.any():
+            hoped = self.experience.lengths(chances + stale * (1 - chances))[:, self.rows]
+        doubt = HOPE * FIRST / (FIRST + self.experience.runs[self.rows])
+        hope = np.minimum(self.paths, 1 + (hoped - 1) * (1 + doubt)).sum(0) / ms
+        trial = int(hope.argmax())
+        loss = ms[trial] * (1 - speed[trial] / speed[self.best])
+        if trial == self.best or hope[trial] <= speed[self.best] or loss > self.saved:
+            return None
+        self.saved -= loss
+        return trial
 
     def _change(self, shape, lag):
         """ms of catching up before this shape can draft, written off over the cycles it may stay."""
         return self.table.catch_up_ms(lag - 1) / DWELL if shape != PLAIN and lag > shape.path else 0.0
-
-    def _trial(self, running, ms, speed, best):
-        hope = {s: sum(r.hope(s) for r in running) / ms[s] for s in self.shapes}
-        shape = max(self.shapes, key=hope.get)
-        loss = ms[shape] * (1 - speed[shape] / speed[best])
-        if shape == best or hope[shape] <= speed[best] or loss > self.saved:
-            return None
-        self.saved -= loss
-        return shape
 
     def look(self, tree):
         """What `cycle` wants to know of a tree (engine.buffers.Tree), None of a chain."""
@@ -267,8 +257,10 @@ class Chooser:
         if request.index in self.rates:
             chain = (matched, matched == shape.path - 1) if branch is None else branch.chain(slot, matched)
             self.rates[request.index].cycle(shape, matched, *chain)
+            self.news = self.news or shape != PLAIN
 
     def foreseen(self, request, agreed, compared):
         """A catch-up compared `compared` proposals of the drafter with the tokens that came; `agreed` were right."""
         if request.index in self.rates:
             self.rates[request.index].foreseen(agreed, compared)
+            self.news = True

@@ -4,6 +4,7 @@ how fast the machine is. What it reaches by the wall is measured by `python -m b
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from oracles import Replay
@@ -130,6 +131,7 @@ def test_plain_decoding_sees_when_drafting_would_pay(toys):
     engine = pair(toys.map(), toys.map_draft(), max_context=1024, max_batch=1)
     engine.auto.shapes, engine.auto.costs = tuple(SHAPES), FAIR
     engine.auto.forget()
+    engine.auto.experience = Experience(engine.auto.candidates())
     engine.auto.experience.first.value = 0.0
     clock = Clock(engine, FAIR)
     result = engine.generate([3, 9], Sampling(max_new_tokens=200), shape=AUTO)
@@ -141,13 +143,13 @@ def test_plain_decoding_sees_when_drafting_would_pay(toys):
 
 @pytest.fixture(scope="module")
 def demo():
-    return Engine.load(str(DEMO / "target"), str(DEMO / "draft"), device="cpu", max_context=640, prefix_cache=False)
+    return Engine.load(str(DEMO / "target"), str(DEMO / "draft"), device="cpu", max_context=256, prefix_cache=False)
 
 
 @pytest.fixture(scope="module")
 def measured(demo):
     """(prompts, {Shape: (token ids of each, cycles of all)}) of some demo prompts."""
-    prompts = [demo.encode(prompt.content) for prompt in read(str(DEMO / "prompts.jsonl"))[::7]]
+    prompts = [demo.encode(prompt.content)[:64] for prompt in read(str(DEMO / "prompts.jsonl"))[::7]]
     found = {}
     for shape in (PLAIN, *SHAPES):
         results = demo.generate(prompts, Sampling(max_new_tokens=40, ignore_eos=True), shape=shape)
@@ -304,7 +306,8 @@ class Asked:
 
 def settled(table, shapes, pattern, cycles=300):
     """The shape taken at last where a chain is kept as `pattern` (a list of 0 and 1, over and over) says by depth."""
-    chooser, request, lag = Chooser(table, [PLAIN, *shapes], Experience()), Asked(), 1
+    shapes = [PLAIN, *shapes]
+    chooser, request, lag = Chooser(table, shapes, Experience(shapes)), Asked(), 1
     for at in range(cycles):
         shape = chooser.choose([request], lag)
         lag = shape.path if shape != PLAIN else lag + 1
@@ -320,15 +323,18 @@ def test_trees_compete_on_cost_not_on_length():
     cheap = CostTable(1.0, {4: 1.3, 8: 1.31}, shapes=(chain, tree))
     dear = CostTable(1.0, {4: 1.3, 8: 2.6}, shapes=(chain, tree))
     assert settled(dear, [chain, tree], kept) == chain
-    chances = Experience()
-    assert all(chances.kept(tree, 1, c) > c for c in (0.2, 0.5, 0.8)) and settled(cheap, [tree], kept) == tree
+    assert settled(cheap, [tree], kept) == tree
+    chances = np.array([[0.2] * 3, [0.8] * 3])
+    lengths = Experience([PLAIN, chain, tree]).lengths(chances)
+    assert lengths[:, 0].tolist() == [1, 1] and lengths[0, 1] == pytest.approx(1 + 0.2 + 0.04 + 0.008)
+    assert all(lengths[:, 2] > lengths[:, 1])
 
 
 def test_several_requests_are_served_at_once():
     """One for which drafting pays and three for which it does not. Mutant: the first request decides for all."""
-    table, experience = costs(0.2), Experience()
+    table, shapes = costs(0.2), [PLAIN, Shape(3, 1, 4)]
     for good, drafts in ((1, False), (4, True)):
-        chooser, requests = Chooser(table, [PLAIN, Shape(3, 1, 4)], experience), [Asked(i) for i in range(4)]
+        chooser, requests = Chooser(table, shapes, Experience(shapes)), [Asked(i) for i in range(4)]
         for _ in range(200):
             shape = chooser.choose(requests, 1)
             for request in requests:
@@ -339,8 +345,10 @@ def test_several_requests_are_served_at_once():
 def test_a_change_of_shape_has_its_price():
     """Where the drafter must catch up first. Mutant: the price is forgotten."""
     table = costs(0.12, catch_up=16.0)
-    chooser = Chooser(table, [PLAIN, Shape(1, 1, 2)], Experience())
-    assert [chooser.choose([Asked()], lag) for lag in (1, 2, 20)] == [Shape(1, 1, 2), Shape(1, 1, 2), PLAIN]
+    shapes, found = [PLAIN, Shape(1, 1, 2)], []
+    for lag in (1, 2, 20):
+        found.append(Chooser(table, shapes, Experience(shapes)).choose([Asked()], lag))
+    assert found == [Shape(1, 1, 2), Shape(1, 1, 2), PLAIN]
 
 
 def test_every_rank_decides_alike(toys):
@@ -451,9 +459,9 @@ def test_another_drafter_is_another_pair(toys):
     engine = pair(toys.map(), toys.map_draft())
     engine.auto.shapes, engine.auto.costs = tuple(SHAPES), FAIR
     engine.generate([3], Sampling(max_new_tokens=30), shape=AUTO)
-    assert engine.auto.tables and engine.auto.experience.runs
+    assert engine.auto.tables and engine.auto.experience.runs.any()
     engine.drafter = replay(engine, [3], 20, 1.0)[0]
-    assert not engine.auto.tables and not engine.auto.experience.runs
+    assert not engine.auto.tables and engine.auto.experience is None
 
 
 def test_the_command_line(home, toys, tmp_path, capsys):
