@@ -23,8 +23,10 @@ TREES = 64  # cycles that the model of trees counts for
 BRANCHES = 0.45  # growth of g by a doubling of candidates; the demo pair's trees show 0.4 to 0.5
 SURE = 0.98  # no chance is higher
 HOLD, QUIET = 2, 8  # cycles from one decision to the next, after evidence and without
+MARGIN = 0.05  # by how much one shape that drafts must seem faster than another: less seems so by chance
 DWELL = 16  # cycles that a change of shape is written off over
 TRIALS, CATCHING_UP = 0.01, 0.01  # shares of the time for shapes that only might be better, and for catching up
+LEAST = 16  # plain cycles between two catch-ups
 FORGOTTEN = 64  # tokens without evidence after which half of it is doubted
 HOPE = 0.05  # by how much a shape that was never run may be better than the model says
 
@@ -203,7 +205,7 @@ class Chooser:
         self.rows = [experience.shapes.index(shape) for shape in self.shapes]
         self.paths = np.array([shape.path for shape in self.shapes], float)
         pause = table.catch_up_ms(BACKLOG) / (CATCHING_UP * table.plain)
-        self.backlog = min(BACKLOG, max(WINDOW, math.ceil(pause)))  # plain cycles between two catch-ups
+        self.backlog = min(BACKLOG, max(LEAST, math.ceil(pause)))  # plain cycles between two catch-ups
         waiting = table.catch_up_ms(BACKLOG) / self.backlog
         self.ms = np.array([table.cycle(shape) + waiting * (shape == PLAIN) for shape in self.shapes])
         self.saved, self.rates, self.best, self.left, self.news = 0.0, {}, None, 0, False
@@ -231,7 +233,11 @@ class Chooser:
         ms = self.ms + [self._change(shape, lag) for shape in self.shapes]
         lengths = self.experience.lengths(chances)[:, self.rows]
         speed = lengths.sum(0) / ms
-        self.best = int(speed.argmax())
+        first = int(speed.argmax())
+        now = first if self.best is None else self.best
+        if PLAIN in (self.shapes[first], self.shapes[now]) or speed[first] > (1 + MARGIN) * speed[now]:
+            now = first
+        self.best = now
         hoped, stale = lengths, np.array([[rates.stale()] for rates in running])
         if stale.any():
             hoped = self.experience.lengths(chances + stale * (1 - chances))[:, self.rows]
@@ -239,7 +245,7 @@ class Chooser:
         hope = np.minimum(self.paths, 1 + (hoped - 1) * (1 + doubt)).sum(0) / ms
         trial = int(hope.argmax())
         loss = ms[trial] * (1 - speed[trial] / speed[self.best])
-        if trial == self.best or hope[trial] <= speed[self.best] or loss > self.saved:
+        if trial in (self.best, first) or hope[trial] <= speed[self.best] or loss > self.saved:
             return None
         self.saved -= loss
         return trial

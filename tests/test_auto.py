@@ -143,7 +143,7 @@ def test_plain_decoding_sees_when_drafting_would_pay(toys):
 
 @pytest.fixture(scope="module")
 def demo():
-    return Engine.load(str(DEMO / "target"), str(DEMO / "draft"), device="cpu", max_context=256, prefix_cache=False)
+    return Engine.load(str(DEMO / "target"), str(DEMO / "draft"), device="cpu", max_context=640, prefix_cache=False)
 
 
 @pytest.fixture(scope="module")
