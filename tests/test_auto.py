@@ -81,7 +81,7 @@ def replay(engine, prompt, tokens, right, kind=Replay):
 @pytest.mark.parametrize("kind", ["head", "blind"])
 def test_a_draft_that_is_always_wrong_costs_little(kind, table, toys):
     """Within 3 % of plain decoding after the first 64 tokens, whether or not the drafter can say what it would have
-    proposed. Mutants: trials that nothing bounds; the prior never given up; catch-ups that nobody pays for."""
+    proposed. Mutants: the prior never given up; catch-ups that nobody pays for."""
     engine = pair(toys.map(), toys.wrong_draft(), max_context=1024, max_batch=1)
     if kind == "blind":
         engine.drafter = replay(engine, [3, 9], 600, 0.0)[0]
@@ -349,6 +349,20 @@ def test_a_change_of_shape_has_its_price():
     for lag in (1, 2, 20):
         found.append(Chooser(table, shapes, Experience(shapes)).choose([Asked()], lag))
     assert found == [Shape(1, 1, 2), Shape(1, 1, 2), PLAIN]
+
+
+def test_trials_are_paid_for():
+    """Hope that never ends, on a draft that keeps nothing, costs one per cent. Mutants: trials that nothing bounds;
+    none at all."""
+    table, shapes, request, ran = costs(0.12), [PLAIN, Shape(1, 1, 2)], Asked(), []
+    chooser = Chooser(table, shapes, Experience(shapes))
+    for _ in range(2000):
+        ran.append(chooser.choose([request], 1))
+        rates = chooser.rates[request.index]
+        rates.first.value, rates.found, rates.age = 0.0, None, 10_000
+    late = ran[20:]
+    ms = sum(table.cycle(shape) for shape in late) / len(late)
+    assert table.plain < ms < 1.0105 * table.plain
 
 
 def test_every_rank_decides_alike(toys):
