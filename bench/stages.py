@@ -34,7 +34,7 @@ def environment(engine: Engine) -> dict:
     """results.environment, and how cycles ran."""
     parts = engine.parts
     found = results.environment(parts.device, parts.dtype, parts.tp.size)
-    return found | parallel(parts) | {"graphs": engine.graphs.reason or "captured"}
+    return found | parallel(parts) | {"graphs": engine.graphs.reason or "captured", "kernels": parts.kernels}
 
 
 def workload(o, engine: Engine, routing: str, prompts: list[list[int]], new_tokens: int) -> Workload:
