@@ -26,7 +26,10 @@ ABI = 4
 CAPABILITY = (9, 0)
 WITH_NORM = (64, 128, 256, 512, 768, 1024, 2048, 4096)  # columns of a projection whose norm is fused (project.cuh)
 LONG = 512  # longer rows without a norm: multiples of this
-HIDDEN, WIDTHS = (256, 512, 1024, 2048), (64, 128, 256, 512, 768, 1024)  # of an expert block (experts.cuh)
+HIDDEN, WIDTHS = (
+    (256, 512, 1024, 2048),
+    (64, 96, 128, 192, 256, 384, 512, 768, 1024),
+)  # of an expert block (experts.cuh)
 HEADS = (256, 512, 1024, 2048, 4096)  # columns of an output head (head.cuh)
 MOST_EXPERTS, MOST_CHOICES, CHOSEN = 512, 8, 64
 SHARES = (1, 2, 4, 8)  # query heads a key head serves (attention.cuh)

@@ -27,6 +27,9 @@ MOE = (
     (5, 2048, 128, 768, 8, False),
     (24, 2048, 128, 768, 8, True),
     (3, 256, 16, 64, 4, True),
+    (2, 2048, 32, 384, 8, True),  # shares of 2, 4 and 8 ranks
+    (9, 2048, 32, 192, 8, False),
+    (1, 2048, 32, 96, 8, True),
 )
 INT4 = (  # rows, hidden, experts, width, choices
     (1, 7168, 16, 256, 8),

@@ -352,7 +352,10 @@ inline cudaError_t experts_of(const Experts &p, int blocks, cudaStream_t stream)
   switch (p.width) {
   case 64: return launch_down<64, 1, kMany>(p, stream);
   case 128: return launch_down<128, 1, kMany>(p, stream);
+  case 96: return launch_down<96, 1, kMany>(p, stream);
+  case 192: return launch_down<192, 1, kMany>(p, stream);
   case 256: return launch_down<256, 1, kMany>(p, stream);
+  case 384: return launch_down<384, 1, kMany>(p, stream);
   case 512: return launch_down<256, 2, kMany>(p, stream);
   case 768: return launch_down<384, 2, kMany>(p, stream);
   case 1024: return launch_down<256, 4, kMany>(p, stream);
