@@ -24,8 +24,9 @@ def _total(parts_ptr, residual_ptr, y_ptr, size, ranks, RESIDUAL: tl.constexpr, 
     at = tl.program_id(0).to(tl.int64) * BC + tl.arange(0, BC)
     inside = at < size
     total = tl.load(parts_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    for rank in range(1, ranks):
-        total += tl.load(parts_ptr + rank.to(tl.int64) * size + at, mask=inside, other=0.0).to(tl.float32)
+    for _ in range(1, ranks):
+        parts_ptr += size
+        total += tl.load(parts_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:
         total += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=inside)
