@@ -1,12 +1,17 @@
 """Every kind of routing against a plain rule written beside it, one row at a time (B39)."""
 
+import dataclasses
+import json
 import math
 import random
 
 import pytest
 import torch
 
+from engine import Engine
+from engine.batch import Batch
 from kernels import REFERENCE
+from kernels.moe import composed
 from kernels.routing import Routing
 
 E = 8
@@ -85,3 +90,35 @@ def test_sigmoids_that_are_all_zero_do_not_divide_by_zero():
     """Logits of -200 underflow to scores of zero. Mutant: no floor under the sum."""
     ids, weights = chosen([-200.0] * E, Routing(2, True, "sigmoid"))
     assert ids == [0, 1] and weights.tolist() == [0.0, 0.0]
+
+
+def test_rows_of_a_random_model_choose_by_themselves(tmp_path):
+    """At every depth four rows choose about as many different experts as independent choices would. Kills random
+    weights whose layers add so much that all rows become one."""
+    sizes = dict(hidden_size=128, num_hidden_layers=20, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+    sizes |= dict(num_experts=64, num_experts_per_tok=4, moe_intermediate_size=64, intermediate_size=64, vocab_size=512)
+    sizes |= dict(
+        architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", max_position_embeddings=256, rms_norm_eps=1e-6
+    )
+    raw = sizes | dict(
+        norm_topk_prob=True, rope_theta=1e4, max_position_embeddings=256, tie_word_embeddings=False, eos_token_id=0
+    )
+    (tmp_path / "random.json").write_text(json.dumps({"target": raw}))
+    counts = []
+
+    def noted(*args):
+        out = REFERENCE.route(*args)
+        counts.append(out[1].unique().numel())
+        return out
+
+    ops = dataclasses.replace(REFERENCE, route=noted, moe=composed(noted, REFERENCE.experts))
+    engine = Engine.load(random=str(tmp_path / "random.json"), device="cpu", max_context=96, max_batch=1, ops=ops)
+    draw = torch.Generator().manual_seed(3)
+    prompt = torch.randint(0, 512, (1, 36), generator=draw)
+    pages, end = torch.arange(1, 3, dtype=torch.int32)[None], torch.tensor([32])
+    engine.target.forward(Batch.causal(prompt[:, :32], end * 0, pages), engine.cache)
+    counts.clear()
+    engine.target.forward(Batch.causal(prompt[:, 32:], end, pages), engine.cache)
+    independent = 64 * (1 - (1 - 4 / 64) ** 4)
+    deep = counts[10:]
+    assert len(counts) == 20 and sum(deep) / len(deep) > 0.9 * independent
