@@ -54,7 +54,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def write(o, folder: Path) -> int:
     """A checkpoint of the architecture's shapes, bf16, its numbers small and of no meaning; returns its bytes."""
     opened = open_target(Options(random=o.random, layers=o.layers))
-    plan = Plan(opened, None, None, 2, REFERENCE, TP(), TP(), torch.bfloat16, False)
+    plan = Plan(opened, None, None, 2, REFERENCE, TP(), torch.bfloat16)
     plan.build("meta")  # the checkpoint learns its names
     checkpoint, drawn, shard, total, place = opened.checkpoint, {}, {}, 0, {}
 

@@ -9,6 +9,7 @@ from toys import NEXT, V, disturb, follow, pair
 
 from engine import Sampling, Shape
 from engine.buffers import BACKLOG
+from engine.chooser import Fixed
 from engine.session import Session
 
 PLAIN = Shape(0, 1, 1)
@@ -42,18 +43,22 @@ def test_requests_of_alternating_shapes(toys):
         assert all(e.eager > 1 for e in engine.graphs.entries.values())
 
 
+class InTurn(Fixed):
+    """A chooser that takes one shape after the other."""
+
+    def __init__(self, shapes):
+        super().__init__(*shapes[:1], shapes)
+        self.turns = itertools.cycle(shapes)
+
+    def choose(self, requests, lag):
+        return next(self.turns)
+
+
 def switching(engine, prompts, shapes, cap):
     """Decode with a shape for each launch, in turn; -> requests, in order."""
     requests = [engine._request(i, p, Sampling(max_new_tokens=cap)) for i, p in enumerate(prompts)]
-    session = Session(engine.programs, engine.pool, requests, len(prompts), shapes[0], 32, others=shapes)
+    session = Session(engine.programs, engine.pool, requests, len(prompts), InTurn(shapes), 32)
     engine.programs.state(len(prompts)).widen(engine.pool.pages_for(max(map(session.rows, requests))))
-    turns, launch = itertools.cycle(shapes), session._launch
-
-    def next_shape():
-        session.shape = next(turns)
-        return launch()
-
-    session._launch = next_shape
     for _ in session.events():
         pass
     return requests
