@@ -22,7 +22,7 @@ from .routing import Routing
 from .structs import structure
 from .tile import groups
 
-ABI = 4
+ABI = 5
 CAPABILITY = (9, 0)
 WITH_NORM = (64, 128, 256, 512, 768, 1024, 2048, 4096)  # columns of a projection whose norm is fused (project.cuh)
 LONG = 512  # longer rows without a norm: multiples of this
@@ -50,8 +50,7 @@ Attention = structure(
 Vocabulary = structure("Vocabulary", p="x gamma weight logits keys tops sums", f="eps", i="rows vocabulary columns")
 Experts = structure(
     "Experts",
-    p="x gamma router gate_up down logits arrivals hidden residual y next",
-    z="next_bytes",
+    p="x gamma router gate_up down logits arrivals hidden residual y",
     f="eps",
     i="rows columns width experts choices renormalise",
 )

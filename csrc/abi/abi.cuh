@@ -3,7 +3,7 @@
 
 namespace eagle3 {
 
-constexpr int kAbiVersion = 4;
+constexpr int kAbiVersion = 5;
 
 __global__ void abi_probe(int *out) { *out = kAbiVersion; }
 

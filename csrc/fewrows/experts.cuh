@@ -30,8 +30,6 @@ struct Experts {
   bf16 *hidden;         // [groups, 64, 8, width] scratch
   const bf16 *residual; // [rows, columns] or null
   bf16 *y;              // [rows, columns]
-  const char *next;     // weights that will be read soon after, or null: a part of them is brought into L2
-  size_t next_bytes;
   float eps;
   int rows, columns, width, experts, choices, renormalise;
 };
@@ -151,18 +149,6 @@ __device__ __forceinline__ int choose_group(const Experts &p, float *weight, int
   return *count;
 }
 
-// Bring a block's share of [from, from + bytes) into L2.
-__device__ __forceinline__ void prefetch_share(const char *from, size_t bytes) {
-  if (!from || threadIdx.x >= 32) return;
-  const unsigned share = static_cast<unsigned>(bytes) / (gridDim.x * 32) & ~127u;
-  const char *p = from + static_cast<size_t>(blockIdx.x * 32 + threadIdx.x) * share;
-#pragma unroll 1
-  for (unsigned at = 0; at < share; at += 4096) {
-    const unsigned size = share - at < 4096 ? share - at : 4096;
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p + at), "r"(size) : "memory");
-  }
-}
-
 // Router alone: for more groups than blocks that are sure to be resident at once.
 template <int kPieces>
 __global__ void __launch_bounds__(256, 2) router(Experts p) {
@@ -207,7 +193,6 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
   clear_choices(p, weight);
   wait_for_predecessor();
   load_group(b, p.x + static_cast<size_t>(row) * p.columns + column, row < p.rows);
-  prefetch_share(p.next, p.next_bytes);
   __syncthreads();
   norm_group<8>(b, reinterpret_cast<const bf16 *>(gains) + column, partial, p.columns, p.eps);
   if (kRoute) {
