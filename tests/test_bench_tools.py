@@ -9,7 +9,7 @@ import torch
 from packers import FP8
 from toys import target_config
 
-from bench import accept, classes, experts, ops, peers, report, results
+from bench import accept, chain, classes, experts, ops, peers, report, results
 from bench.oracle import random_prompt
 from bench.results import Figure, Workload
 from engine import Engine, Shape
@@ -183,6 +183,31 @@ def test_every_operation_is_timed():
     for _ in range(2):
         assert len(ops.timed(REFERENCE.follow, follow, 3, torch.device("cpu"))) == 3
     assert int(follow[0].args[4]) <= int(backlog) + 4
+
+
+def test_chains_of_layers(tmp_path, capsys):
+    """Mutants: rows that do not pass on from layer to layer; experts of one layer counted for all; a piece's bytes
+    without its cache rows, or all experts read."""
+    (tmp_path / "toy.json").write_text(json.dumps({"target": target_config(layers=3)}))
+    argv = f"--random {tmp_path}/toy.json --layers 3 --rows 1 4 --context 20 --repeats 2 --device cpu".split()
+    assert chain.main([*argv, "--json", str(tmp_path / "out.json")]) == 0
+    found = {f["name"]: f for f in json.loads((tmp_path / "out.json").read_text())["figures"]}
+    assert set(found) == {"read_bandwidth"} | {f"{p}.{n}.engine" for p in ("attention", "mlp", "layer") for n in (1, 4)}
+    assert "2.00 different experts" in found["mlp.1.engine"]["note"]
+    engine = Engine.load(random=str(tmp_path / "toy.json"), device="cpu", max_context=64, max_batch=1)
+    layer = engine.target.layers[0]
+    expert = sum(t.nbytes // 8 for t in vars(layer.mlp.experts).values())
+    other = 4 * (64 + 8 * 64)  # norm, router
+    assert chain.nbytes(engine, "mlp", 2.0, 21) == other + 2 * expert
+    own = 4 * (64 + (4 + 2 * 2) * 16 * 64 + 2 * 16 + 64 * 64)  # norm, projections in and out, head norms
+    assert chain.nbytes(engine, "attention", 0.0, 21) == own + 21 * 2 * 2 * 16 * 4
+    made, seen = chain.chain(engine, engine.target, 20, 2), []
+    step = made.step(lambda layer, x: seen.append(x) or layer.mlp(x))
+    for _ in range(2):
+        for layer in engine.target.layers:
+            step(layer)
+    assert seen[0] is seen[3] is made.x and not torch.equal(seen[1], seen[0]) and torch.equal(seen[1], seen[4])
+    assert chain.main([*argv, "--rows", "65"]) == 2
 
 
 def test_bytes_of_a_call():
