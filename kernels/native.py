@@ -82,7 +82,10 @@ def build(folder=None, announce=None, binding="binding.cu", capability=CAPABILIT
     digest = hashlib.sha256(f"{version}{binding}{arch}".encode())
     for file in sorted(here.rglob("*.cu*")):
         digest.update(file.read_bytes())
-    folder = Path(folder) if folder else Path.home() / ".cache" / "eagle3-engine"
+    try:
+        folder = Path(folder) if folder else Path.home() / ".cache" / "eagle3-engine"
+    except RuntimeError as error:  # no home
+        raise Unavailable(str(error)) from None
     path = folder / f"libeagle3-{digest.hexdigest()[:16]}.so"
     if path.is_file():
         return path
