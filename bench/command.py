@@ -11,6 +11,10 @@ from engine.tp import launched, ranks_started
 from weights.config import Refused
 
 
+class Failed(RuntimeError):
+    """What was run did not do what it must: one line, exit code 1."""
+
+
 def device_options(add):
     """Add --device, --dtype, --graphs and --json through `add`, a parser's add_argument."""
     add("--device", metavar="cpu|cuda|cuda:N")
@@ -42,7 +46,8 @@ def options(parser, argv):
 
 
 def main(name, parse, run, argv, ranks=True):
-    """Run `python -m name`, as ranks where --tp or torchrun says so; returns the exit code: 0; 2 for what is refused.
+    """Run `python -m name`, as ranks where --tp or torchrun says so; returns the exit code: 0; 1 for what
+    Failed; 2 for what is refused.
 
     Args:
         parse: argv -> options; run: (options, command as it would be typed) -> figures or lines to print.
@@ -62,6 +67,6 @@ def main(name, parse, run, argv, ranks=True):
         if ranks and getattr(o, "tp", 1) > 1:
             return launch.command(name, argv, o.tp)
         return body()
-    except Refused as error:
+    except (Refused, Failed) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, Refused) else 1

@@ -94,17 +94,13 @@ def run(o, typed: str) -> list:
     return figures
 
 
-class Late(RuntimeError):
+class Late(command.Failed):
     """The command did not end in time, or blamed another rank."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    try:
-        return command.main("bench.failures", parse, run, argv, ranks=False)
-    except Late as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return command.main("bench.failures", parse, run, argv, ranks=False)
 
 
 if __name__ == "__main__":

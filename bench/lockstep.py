@@ -88,7 +88,7 @@ def differences(o, dtype: str, exact: bool):
                 yield f"{dtype}, shape {key[0]}, temperature {key[1]:g}: other ids than on one device"
 
 
-class Different(RuntimeError):
+class Different(command.Failed):
     """Ranks, shapes or devices disagree."""
 
 
@@ -106,11 +106,7 @@ def run(o, typed: str) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    try:
-        return command.main("bench.lockstep", parse, run, argv, ranks=False)
-    except Different as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return command.main("bench.lockstep", parse, run, argv, ranks=False)
 
 
 if __name__ == "__main__":

@@ -196,10 +196,10 @@ def test_an_ngram_drafter_is_captured():
     engine = Engine.load(DEMO / "target", None, max_batch=1, graphs="required")
     engine.drafter = NGram(engine.cache)
     prompt, sampling = "x = 1\ny = 2\nx = 1\ny = 2\nx = 1\n", Sampling(max_new_tokens=120, ignore_eos=True)
-    for turn in range(2):
+    for _ in range(2):
         plain, got = (engine.generate(prompt, sampling, shape=shape) for shape in (PLAIN, CHAIN))
         assert got.token_ids == plain.token_ids
-        assert turn or got.stats["accept_rate"] > 0.2  # a head of flipped columns may say what repeats nothing
+        assert got.stats["accept_rate"] > 0.2
         assert all(entry["captured"] and not entry["eager"] for entry in engine.graphs.report())
         engine.target.head.weight = engine.target.head.weight.flip(1).contiguous()
 

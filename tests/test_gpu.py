@@ -128,7 +128,8 @@ def test_no_host_synchronisation_inside_a_cycle(demo, monkeypatch):
 
 
 def test_memory_is_flat_over_a_thousand_cycles(demo):
-    """Kills captures under too weak or too strong a key, and buffers allocated a cycle (B47, B48)."""
+    """Kills captures under too weak or too strong a key, and buffers allocated a cycle (B47, B48). The GPU's own count,
+    which sees what torch's allocator does not: nobody else may use the GPU meanwhile."""
     prompts, shapes = prompts_of(demo), [PLAIN, Shape(1, 1, 2), Shape(3, 1, 4), Shape(4, 4, 16)]
 
     def turn():
@@ -139,13 +140,13 @@ def test_memory_is_flat_over_a_thousand_cycles(demo):
 
     turn()
     torch.cuda.synchronize()
-    held, entries = torch.cuda.memory_reserved(), len(demo.graphs.entries)  # of this process: others may come and go
+    free, entries = torch.cuda.mem_get_info()[0], len(demo.graphs.entries)
     while sum(e["replays"] for e in demo.graphs.report()) < 1000 + 300:
         turn()
         block = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")  # other people's allocations come and go
         del block
     assert len(demo.graphs.entries) == entries
-    assert torch.cuda.memory_reserved() <= held + (1 << 29)
+    assert torch.cuda.mem_get_info()[0] >= free - (1 << 29)
 
 
 def test_stages_add_up_to_the_cycle(demo):
