@@ -31,3 +31,16 @@ class NGram:
         tokens = torch.where(chain & (found >= 0), text.gather(1, after.clamp(0, text.shape[1] - 1)), -1)
         tree.tokens.copy_(torch.where(node == 0, state.root[:, None], tokens))
         tree.parents.copy_(torch.where(chain, node - 1, 0).expand_as(tokens))
+
+
+def emitted(prompt, output, steps, n=2):
+    """Tokens that each cycle of a chain must emit, by the same rule in plain Python: what is accepted of `output`, of
+    which the prompt's pass gave the first token and plain decoding the rest."""
+    text, counts, begin = [-1, *prompt[1:], *output], [], len(prompt)  # begin: the root's place
+    while begin < len(text) - 1:
+        places = [at for at in range(n, begin) if text[at - n + 1 : at + 1] == text[begin - n + 1 : begin + 1]]
+        guess = [text[places[-1] + 1 + k % (begin - places[-1])] for k in range(steps)] if places else []
+        right = next((k for k, token in enumerate(guess) if text[begin + 1 + k : begin + 2 + k] != [token]), len(guess))
+        counts.append(min(right + 1, len(text) - 1 - begin))
+        begin += right + 1
+    return counts
