@@ -70,6 +70,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = p.add_argument
     add("--random", default=MODEL, metavar="NAME|FILE", help="random weights of this architecture; default %(default)s")
     add("--layers", type=least(1), default=LAYERS, metavar="N", help="of them; default %(default)s")
+    add("--tp-slice", type=least(2), metavar="N", help="one rank's share of N, collectives left out; default: whole")
     add("--rows", nargs="+", type=least(1), default=[1, 4, 8], metavar="N", help="default: 1 4 8")
     add("--context", type=least(1), default=512, metavar="N", help="committed positions; default %(default)s")
     add("--repeats", type=least(1), default=20, metavar="N", help="turns over all layers; default %(default)s")
@@ -127,8 +128,8 @@ def nbytes(engine: Engine, name: str, experts: float, positions: int) -> float:
 def run(o, typed: str) -> list[Figure]:
     """Measure and keep."""
     engine = Engine.load(
-        random=o.random, layers=o.layers, device=o.device, dtype=o.dtype, graphs=o.graphs, page_size=PAGE, max_batch=1,
-        max_context=o.context + max(o.rows) + 2,
+        random=o.random, layers=o.layers, tp_slice=o.tp_slice, device=o.device, dtype=o.dtype, graphs=o.graphs,
+        page_size=PAGE, max_batch=1, max_context=o.context + max(o.rows) + 2,
     )  # fmt: skip
     parts, device = engine.parts, engine.parts.device
     for rows in parts.cache.storage.values():

@@ -24,13 +24,14 @@ from .tile import groups
 
 ABI = 5
 CAPABILITY = (9, 0)
-WITH_NORM = (64, 128, 256, 512, 768, 1024, 2048, 4096)  # columns of a projection whose norm is fused (project.cuh)
+# columns of a projection whose norm is fused (project.cuh)
+WITH_NORM = (64, 128, 256, 512, 768, 1024, 1536, 2048, 2304, 2880, 4096, 7168)
 LONG = 512  # longer rows without a norm: multiples of this
 HIDDEN, WIDTHS = (
     (256, 512, 1024, 2048),
     (64, 96, 128, 192, 256, 384, 512, 768, 1024),
 )  # of an expert block (experts.cuh)
-HEADS = (256, 512, 1024, 2048, 4096)  # columns of an output head (head.cuh)
+HEADS = (256, 512, 1024, 2048, 2880, 4096, 7168)  # columns of an output head (head.cuh)
 MOST_EXPERTS, MOST_CHOICES, CHOSEN = 512, 8, 64
 SHARES = (1, 2, 4, 8)  # query heads a key head serves (attention.cuh)
 
@@ -40,7 +41,7 @@ class Unavailable(Exception):
 
 
 # the structs of csrc/fewrows, field by field
-Projection = structure("Projection", p="x gamma weight bias residual y", f="eps", i="rows outputs columns")
+Projection = structure("Projection", p="x gamma weight bias residual y", f="eps", i="rows outputs columns stride")
 Attention = structure(
     "Attention",
     p="projected q_gain k_gain cos_sin positions index pages prefix tree sinks keys values y",
@@ -145,10 +146,11 @@ class Library:
         """norm(x) W^T + bias + residual, or act(gate) * up of the two halves' products."""
         rows, columns = x.shape
         outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-        y = x.new_empty(rows, outputs)
-        x, residual = x.contiguous(), None if residual is None else residual.contiguous()
+        y, residual = x.new_empty(rows, outputs), None if residual is None else residual.contiguous()
+        if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # 16 bytes are loaded at a time
+            x = x.contiguous()
         fields = dict(x=x, gamma=gamma, weight=weight, bias=bias, residual=residual, y=y)
-        sizes = dict(eps=eps, rows=rows, outputs=outputs, columns=columns)
+        sizes = dict(eps=eps, rows=rows, outputs=outputs, columns=columns, stride=x.stride(0))
         self.call("eagle3_project", Projection, int(gated), self.blocks, **fields, **sizes)
         return y
 

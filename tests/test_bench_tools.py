@@ -187,7 +187,7 @@ def test_every_operation_is_timed():
 
 def test_chains_of_layers(tmp_path, capsys):
     """Mutants: rows that do not pass on from layer to layer; experts of one layer counted for all; a piece's bytes
-    without its cache rows, or all experts read."""
+    without its cache rows, or all experts read; a share that is the whole."""
     (tmp_path / "toy.json").write_text(json.dumps({"target": target_config(layers=3)}))
     argv = f"--random {tmp_path}/toy.json --layers 3 --rows 1 4 --context 20 --repeats 2 --device cpu".split()
     assert chain.main([*argv, "--json", str(tmp_path / "out.json")]) == 0
@@ -207,6 +207,9 @@ def test_chains_of_layers(tmp_path, capsys):
         for layer in engine.target.layers:
             step(layer)
     assert seen[0] is seen[3] is made.x and not torch.equal(seen[1], seen[0]) and torch.equal(seen[1], seen[4])
+    assert chain.main([*argv, "--tp-slice", "2", "--json", str(tmp_path / "out.json")]) == 0
+    share = json.loads((tmp_path / "out.json").read_text())
+    assert share["workload"]["tp_slice"] == 2
     assert chain.main([*argv, "--rows", "65"]) == 2
 
 

@@ -136,7 +136,11 @@ def products(n):
         "mlp",
         (rows(2048), make.gain(2048), 1e-6, make.weight(2 * 12288, 2048), make.weight(2048, 12288), "silu", rows(2048)),
     )
-    yield "head", (rows(2048), make.gain(2048), 1e-6, make.weight(32000, 2048), 1)
+    yield "linear", (rows(2880), make.weight(5120, 2880), make.floats(5120))
+    for d, i in ((7168, 256), (2880, 512), (7168, 2304), (1536, 512)):
+        yield "mlp", (rows(d), make.gain(d), 1e-6, make.weight(2 * i, d), make.weight(d, i), "silu", rows(d))
+    for d in (2048, 2880, 7168):
+        yield "head", (rows(d), make.gain(d), 1e-6, make.weight(32000, d), 1)
     x = rows(2048)
     matrices = make.weight(32, 2 * 768, 2048), make.weight(32, 2048, 768)
     rule = next(moe(B16, "cuda", MOE[:1]))[1][4]

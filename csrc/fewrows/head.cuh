@@ -122,7 +122,9 @@ inline cudaError_t head(const Vocabulary &p, int blocks, cudaStream_t stream) {
   case 512: return launch_vocabulary<256, 2>(p, blocks, stream);
   case 1024: return launch_vocabulary<256, 4>(p, blocks, stream);
   case 2048: return launch_vocabulary<256, 8>(p, blocks, stream);
+  case 2880: return launch_vocabulary<480, 6>(p, blocks, stream);
   case 4096: return launch_vocabulary<512, 8>(p, blocks, stream);
+  case 7168: return launch_vocabulary<512, 14>(p, blocks, stream);
   default: return cudaErrorInvalidValue;
   }
 }

@@ -7,14 +7,14 @@
 namespace eagle3 {
 
 struct Projection {
-  const bf16 *x;        // [rows, columns]
+  const bf16 *x;        // [rows, columns], perhaps columns of wider rows
   const bf16 *gamma;    // [columns] or null: x comes normed
   const bf16 *weight;   // [outputs, columns]; gated: [2 * outputs, columns], gates first
   const bf16 *bias;     // [outputs] or null
   const bf16 *residual; // [rows, outputs] or null
   bf16 *y;              // [rows, outputs]
   float eps;
-  int rows, outputs, columns;
+  int rows, outputs, columns, stride; // stride: from row to row of x
 };
 
 // Weight rows of a lane: `top` is row g of tile's A, `bottom` row g + 8; false where the block has no such row.
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads, kNorm && kThreads > 384 ? 1 : 2) pro
   wait_for_predecessor();
   launch_dependents();
   uint4 b[kPieces];
-  load_group(b, p.x + static_cast<size_t>(row) * p.columns + column, row < p.rows);
+  load_group(b, p.x + static_cast<size_t>(row) * p.stride + column, row < p.rows);
   if (kNorm) {
     __syncthreads();
     norm_group<kWarps>(b, reinterpret_cast<const bf16 *>(gains) + column, partial, p.columns, p.eps);
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(512, 2) project_long(Projection p) {
   const TileRows<kGated> rows(p.outputs);
   const int units = rows.tiles() * pieces;
   const bool live = row < p.rows;
-  const bf16 *const x = p.x + static_cast<size_t>(live ? row : 0) * p.columns + column;
+  const bf16 *const x = p.x + static_cast<size_t>(live ? row : 0) * p.stride + column;
   auto weights = [&](int unit) {
     if (unit >= units) return;
     const int out = rows.top(unit / pieces, g);
@@ -177,12 +177,16 @@ inline cudaError_t project_rows(const Projection &p, int blocks, cudaStream_t st
   case 512: return launch_project<256, 2, kGated>(p, blocks, stream);
   case 768: return launch_project<384, 2, kGated>(p, blocks, stream);
   case 1024: return launch_project<256, 4, kGated>(p, blocks, stream);
+  case 1536: return launch_project<384, 4, kGated>(p, blocks, stream);
   case 2048: return launch_project<256, 8, kGated>(p, blocks, stream);
+  case 2304: return launch_project<288, 8, kGated>(p, blocks, stream);
+  case 2880: return launch_project<480, 6, kGated>(p, blocks, stream);
   case 4096: return launch_project<512, 8, kGated>(p, blocks, stream);
   default: break;
   }
-  if (p.gamma || p.columns % 512) return cudaErrorInvalidValue;
   const dim3 grid(grid_of(p.outputs, blocks, kGated ? 8 : 16), (p.rows + kRows - 1) / kRows);
+  if (p.gamma && p.columns == 7168) return launch(project<512, 14, true, kGated>, grid, 512, kRingBytes<512, 14>, stream, 1, p);
+  if (p.gamma || p.columns % 512) return cudaErrorInvalidValue;
   return launch(project_long<kGated>, grid, 512, static_cast<size_t>(4) * 3 * 16 * 512, stream, 1, p);
 }
 
