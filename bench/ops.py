@@ -59,7 +59,9 @@ def tensors(x):
 def own_copy(x, lasting: set[int]):
     """The same with every small tensor copied, but for those whose storage is `lasting`: weights and caches."""
     if isinstance(x, torch.Tensor):
-        return x if x.nbytes >= SMALL or x.untyped_storage().data_ptr() in lasting else x.clone()
+        if x.nbytes >= SMALL or x.untyped_storage().data_ptr() in lasting:
+            return x
+        return x.clone().pin_memory() if x.is_pinned() else x.clone()
     return type(x)(own_copy(part, lasting) for part in x) if isinstance(x, tuple | list) else x
 
 

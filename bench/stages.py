@@ -60,9 +60,11 @@ def workload(o, engine: Engine, routing: str, prompts: list[list[int]], new_toke
 
 @dataclass
 class Timed:
-    """series: {Shape: {stage: [ms a cycle]}}, `cycle` and `gap` too; cycles: {Shape: Acceptance}; prefill: ms."""
+    """series: {Shape: {stage: [ms a cycle]}}, `cycle` and `gap` too; wall: {Shape: [ms a cycle]} without stamps;
+    cycles: {Shape: Acceptance}; prefill: ms."""
 
     series: dict[Shape, dict[str, list[float]]] = field(default_factory=dict)
+    wall: dict[Shape, list[float]] = field(default_factory=dict)
     cycles: dict[Shape, Acceptance] = field(default_factory=dict)
     prefill: list[float] = field(default_factory=list)
 
@@ -95,6 +97,14 @@ def stamped(
             found.prefill.append(result.prefill_ms)
             bar.update(1)
     return found
+
+
+def unstamped(engine: Engine, prompt, tokens: int, shapes: list[Shape], found: Timed) -> None:
+    """The host's clock over a run of each shape as users have it, into found.wall."""
+    for shape in shapes:
+        result = engine.generate(prompt, sampling(tokens), shape=shape)
+        if result.cycles:
+            found.wall.setdefault(shape, []).append(result.decode_ms / len(result.cycles))
 
 
 def routed(
@@ -216,6 +226,10 @@ def figures(timed: Timed, alone: dict, traffic: Traffic, chains: list[Shape], dr
                 note="between cycles of a stamped run",
             )
         )
+        if shape in timed.wall:
+            idle = results.quantile(timed.wall[shape], 0.5) - results.quantile(series["cycle"], 0.5)
+            note = f"a cycle of a run without stamps, by the host's clock: {1e3 * idle:.1f} us above the stamped cycle"
+            found.append(made("wall" if shape == PLAIN else f"wall.{shape}", "ms", timed.wall[shape], note=note))
         if shape == PLAIN:
             continue
         found.append(made(f"verify.{shape}", "ms", series["verify"], floor=floor, experts=experts, note=words))

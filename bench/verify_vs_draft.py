@@ -145,6 +145,7 @@ def measured(o, engine: Engine, prompt: list[int], read: list[float]) -> list[Fi
     with tqdm(total=work, desc="shapes", unit="", disable=None, leave=False) as bar:
         stages.warm(engine, prompt, shapes)
         timed = stages.stamped(engine, prompt, tokens, shapes, o.rounds, bar)
+        stages.unstamped(engine, prompt, tokens, shapes, timed)
         counts = stages.routed(engine, target, prompt, tokens, shapes, bar)
         alone = stages.alone(engine, prompt, tokens, shapes, o.repeats, bar)
     speed, size = results.quantile(read, 0.5), Bytes.of(target, drafter, parts.dtype)

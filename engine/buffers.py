@@ -15,8 +15,8 @@ BACKLOG = MAX_NODES  # rows the drafter may lag behind; one cycle emits at most 
 class State:
     """What B sequences carry from one cycle to the next, int64 on the device.
 
-    `report` is the block that the host reads after a cycle; emitted, accept_lens, matched, done, fault, agreed and
-    compared are views.
+    `block` is what the host reads of a cycle: `report`, of which emitted, accept_lens, matched, done, fault, agreed and
+    compared are views, then `stamps`. A whole cycle leaves it in row turn % AHEAD of `host`.
     """
 
     table: torch.Tensor  # B NP int32 pages; a slot without a request has zeros: all its rows are scratch
@@ -28,10 +28,15 @@ class State:
     backlog: torch.Tensor  # B   rows the drafter has yet to see
     backlog_tokens: torch.Tensor  # B W+1; row W is scratch
     backlog_features: torch.Tensor  # B W+1 F
-    report: torch.Tensor  # B 64+6
+    block: torch.Tensor  # B*(64+6) + 5
+    host: torch.Tensor  # AHEAD B*(64+6)+5 of the CPU; page-locked where the rest is on a GPU
+    turn: torch.Tensor  # 1   whole cycles since a session began
     draws: Draws  # what each slot draws with; no cycle writes it
 
     STOPS = 32  # stop ids a request may have
+    WIDTH = MAX_NODES + 6  # of a slot's report
+    STAMPS = 5  # times of a cycle: its begin and the ends of its stages
+    AHEAD = 2  # cycles whose numbers the host may have yet to read
 
     @classmethod
     def allocate(cls, batch, pages, features, dtype, device):
@@ -41,6 +46,7 @@ class State:
             return torch.zeros(*shape, dtype=torch.int64, device=device)
 
         table = torch.zeros(batch, pages, dtype=torch.int32, device=device)
+        width, locked = batch * cls.WIDTH + cls.STAMPS, torch.device(device).type == "cuda"
         state = cls(
             table=table,
             pages=table,
@@ -51,7 +57,9 @@ class State:
             backlog=ints(batch),
             backlog_tokens=ints(batch, BACKLOG + 1),
             backlog_features=torch.zeros(batch, BACKLOG + 1, features, dtype=dtype, device=device),
-            report=ints(batch, MAX_NODES + 6),
+            block=ints(width),
+            host=torch.zeros(cls.AHEAD, width, dtype=torch.int64, device="cpu", pin_memory=locked),
+            turn=ints(1),
             draws=Draws.allocate(batch, device),
         )
         state.done.fill_(1)
@@ -66,6 +74,16 @@ class State:
     def batch(self):
         """B."""
         return self.seq_lens.shape[0]
+
+    @property
+    def report(self):
+        """[B, 64 + 6] what there is to say of each slot."""
+        return self.block[: -self.STAMPS].view(self.batch, self.WIDTH)
+
+    @property
+    def stamps(self):
+        """[5] times of the last cycle that took them, in nanoseconds."""
+        return self.block[-self.STAMPS :]
 
     @property
     def emitted(self):
@@ -112,7 +130,7 @@ class State:
             getattr(self, name).copy_(kept)
 
     def _written(self):
-        return [f.name for f in fields(self) if f.name not in ("pages", "draws")]
+        return [f.name for f in fields(self) if f.name not in ("pages", "host", "draws")]
 
     def clear(self, slot):
         """Empty one slot: whatever a cycle writes for it goes to the scratch page, and it emits nothing."""

@@ -24,9 +24,16 @@ class Cycle:
         self.state, self.tree = state, tree
 
     def run(self, stages=stages):
-        """Run the named stages in order."""
+        """Run the named stages in order; all of them are a cycle that the host is told of."""
         for stage in stages:
             getattr(self, stage)()
+        if stages == Cycle.stages:
+            self.publish()
+
+    def publish(self):
+        """What the cycle came to, to the host."""
+        s = self.state
+        self.ops.publish(s.block, s.host, s.turn)
 
     def draft(self):
         """Tree of the next candidates; the drafter has then seen every committed token."""

@@ -2,8 +2,6 @@
 
 import statistics
 
-import torch
-
 from .cycle import Cycle
 
 
@@ -12,14 +10,16 @@ class Stamped:
 
     def __init__(self, cycle, stamp):
         self.cycle, self.state, self.tree, self.stamp = cycle, cycle.state, cycle.tree, stamp
-        self.stamps = torch.zeros(len(Cycle.stages) + 1, dtype=torch.int64, device=self.state.seq_lens.device)
 
     def run(self, stages=Cycle.stages):
         """Run the named stages in order."""
-        self.stamp(self.stamps, 0)
+        stamps = self.state.stamps
+        self.stamp(stamps, 0)
         for number, stage in enumerate(stages):
             self.cycle.run((stage,))
-            self.stamp(self.stamps, number + 1)
+            self.stamp(stamps, number + 1)
+        if stages == Cycle.stages:
+            self.cycle.publish()
 
 
 class Profile:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .buffers import MAX_NODES
+from .buffers import MAX_NODES, State
 from .cycle import Cycle, prefill
 from .logprobs import Logprobs, wanted
 from .rules import rule_of
@@ -65,7 +65,9 @@ class Session:
         self.detail, self.profile = detail, profile
         self.drafter = self.parts.drafter if any(s != PLAIN for s in chooser.shapes) else None
         self.margin = max(s.rows_past_prefix for s in chooser.shapes)
-        self.state, self.slots = programs.state(batch), [None] * batch
+        self.state, self.slots, self.launched = programs.state(batch), [None] * batch, 0
+        cuda = self.parts.device.type == "cuda"
+        self.ends = [torch.cuda.Event() if cuda else None for _ in range(self.state.AHEAD)]
         self.rule, self.logprobs = rule_of(r.sampling for r in requests), wanted(r.sampling for r in requests)
         self.lag = 1  # rows the drafter may be behind, at most
 
@@ -79,8 +81,9 @@ class Session:
     def events(self):
         """Generator of Event; closing it frees every page and empties every slot."""
         try:
+            self.state.turn.zero_()  # after whatever an earlier session has left on the stream
             flight = deque()  # cycles launched and not yet read
-            ahead = 1 if self.parts.device.type == "cuda" else 0
+            ahead = self.state.AHEAD - 1 if self.parts.device.type == "cuda" else 0
             while self.waiting or any(self.slots) or flight:
                 yield from self._seat()
                 if any(r and not r.finished for r in self.slots):
@@ -163,22 +166,24 @@ class Session:
         cycle = self.programs.cycle(self.batch, shape, self.drafter, detail=keep, stamped=stamped, rule=self.rule)
         self.programs.graphs.run(cycle, self.batch, shape, Cycle.stages)
         self.lag = shape.path if shape != PLAIN else self.lag + 1
+        row = self.launched % self.state.AHEAD
+        self.launched += 1
+        if self.ends[row] is not None:
+            self.ends[row].record()
         branch = self.chooser.look(cycle.tree)
-        report = Report(self.state, list(self.slots), shape, behind, branch)
+        report = Report(self.state.host[row], self.ends[row], list(self.slots), shape, behind, branch)
         if self.detail:
             report.tree = {n: getattr(cycle.tree, n).clone() for n in DETAILS}
         if self.logprobs is not None:
             report.logprobs = Logprobs.of(cycle.tree, self.state.emitted, self.logprobs)
-        if stamped:
-            report.stamps = cycle.stamps.clone()
         return report
 
     def _read(self, report):
         """Hand out one cycle's tokens, request by request."""
-        rows = report.rows()
+        rows, stamps = report.read()
         self.parts.tp.check()
-        if report.stamps is not None:
-            self.profile.add(report.stamps.tolist())
+        if self.profile is not None:
+            self.profile.add(stamps)
         for slot, request in enumerate(report.requests):
             if request is None or request.finished:
                 continue
@@ -230,22 +235,27 @@ DETAILS = ("tokens", "parents", "depths", "target_ids", "aux", "logits", "path")
 
 class Report:
     """What one launched cycle will have emitted, on its way to the host; caught_up: a catch-up went before it; branch:
-    what the chooser wants to know of its tree."""
+    what the chooser wants to know of its tree.
 
-    def __init__(self, state, requests, shape, caught_up, branch):
-        self.requests, self.shape, self.caught_up, self.branch = requests, shape, caught_up, branch
-        self.tree = self.stamps = self.logprobs = self.event = None
-        if state.report.is_cuda:
-            self.block = torch.empty(state.report.shape, dtype=torch.int64, pin_memory=True)
-            self.block.copy_(state.report, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record()
-        else:
-            self.block = state.report.clone()
+    Args:
+        block: [W] a row of State.host that no other cycle writes before this one is read; end: the CUDA event after the
+        cycle, None on the CPU, where it has ended.
+    """
 
-    def rows(self):
-        """Function of a slot: (emitted list, accept_len, matched, done, fault, agreed, compared)."""
-        if self.event is not None:
-            self.event.synchronize()
-        block = self.block.tolist()
-        return lambda slot: (block[slot][:MAX_NODES], *block[slot][MAX_NODES:])
+    def __init__(self, block, end, requests, shape, caught_up, branch):
+        self.block, self.end, self.requests, self.shape = block, end, requests, shape
+        self.caught_up, self.branch = caught_up, branch
+        self.tree = self.logprobs = None
+
+    def read(self):
+        """Wait for it -> function of a slot: (emitted list, accept_len, matched, done, fault, agreed, compared), and
+        the times of its stages."""
+        if self.end is not None:
+            self.end.synchronize()
+        block, width = self.block.tolist(), State.WIDTH
+
+        def of(slot):
+            own = block[slot * width : (slot + 1) * width]
+            return own[:MAX_NODES], *own[MAX_NODES:]
+
+        return of, block[-State.STAMPS :]

@@ -24,6 +24,7 @@ from . import (
     norm,
     philox,
     prefill,
+    publish,
     qkv,
     routing,
     sampling,
@@ -61,6 +62,7 @@ class Ops:
     soften: Callable
     draw: Callable
     commit: Callable
+    publish: Callable
     stamp: Callable
     total: Callable
 
@@ -91,6 +93,7 @@ REFERENCE = Ops(
     soften=sampling.soften,
     draw=sampling.draw,
     commit=commit.reference,
+    publish=publish.reference,
     stamp=stamp.reference,
     total=allreduce.reference,
 )
@@ -121,6 +124,7 @@ FUSED = Ops(
     soften=sampling.soften_fused,
     draw=sampling.draw_fused,
     commit=commit.fused,
+    publish=publish.fused,
     stamp=stamp.fused,
     total=allreduce.fused,
 )

@@ -242,8 +242,8 @@ def test_verify_vs_draft_measures_what_it_says(tmp_path, capsys):
     assert verify_vs_draft.main([*argv, "--context", "24", "--device", "cpu", "--json", str(path)]) == 0
     run = reading.read(str(path))
     figures = {figure["name"]: figure for figure in run["figures"]}
-    stage = {f"{s}.4-4-16" for s in ("verify", "draft", "accept", "commit", "cycle", "gap", "break_even")}
-    whole = {"plain", "gap", "verify.1", "verify.2", "verify.4", "read_bandwidth", "prefill.24", "draft_step"}
+    stage = {f"{s}.4-4-16" for s in ("verify", "draft", "accept", "commit", "cycle", "gap", "wall", "break_even")}
+    whole = {"plain", "gap", "wall", "verify.1", "verify.2", "verify.4", "read_bandwidth", "prefill.24", "draft_step"}
     assert stage | whole | {"alone.verify.4-4-16", "alone.draft.3-1-4", "verify_fit.a"} <= set(figures)
     assert figures["verify.1"]["experts"] == 4 < figures["verify.2"]["experts"] < figures["verify.4"]["experts"] < 16
     nbytes = [figures[f"verify_bytes.{n}"]["value"] for n in (1, 2, 4)]

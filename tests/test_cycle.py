@@ -121,6 +121,7 @@ def test_stages_speak_only_through_state_and_tree(history, shape, monkeypatch):
         t.finite.zero_()
         for stage in stages:
             getattr(Cycle(self.target, self.drafter, self.cache, self.state, t, self.ops), stage)()
+        self.publish()
 
     monkeypatch.setattr(Cycle, "run", alone)
     assert run() == want

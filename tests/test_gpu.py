@@ -127,6 +127,27 @@ def test_no_host_synchronisation_inside_a_cycle(demo, monkeypatch):
     demo.generate(prompt, sampling, shape=Shape(3, 1, 4))
 
 
+def test_nothing_lies_between_two_cycles(qwen):
+    """What a streamed request has on the device, cycle after cycle, stamped and not: graphs. Kills copies, fills and
+    kernels launched between them, and a host that is late with the next launch."""
+    prompt, shape, profile = prompts_of(qwen)[0], Shape(3, 1, 4), Profile()
+    sampling = Sampling(max_new_tokens=120, ignore_eos=True)
+    for way in (None, profile):
+        qwen.generate(prompt, sampling, shape=shape, profile=way)
+    for way in (None, profile):
+        events = qwen.stream_all([prompt], [sampling], shape=shape, profile=way)
+        for _ in range(4):
+            next(events)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            for _ in range(10):
+                next(events)
+        events.close()
+        names = {e.key for e in profiler.key_averages() if e.key.startswith("cu")}
+        allowed = ("GraphLaunch", "EventRecord", "EventSynchronize", "StreamIsCapturing", "GetDevice")
+        assert not {name for name in names if not any(word in name for word in allowed)}
+    assert profile.medians()["gap"] < 0.015
+
+
 def test_memory_is_flat_over_a_thousand_cycles(demo):
     """Kills captures under too weak or too strong a key, and buffers allocated a cycle (B47, B48). The GPU's own count,
     which sees what torch's allocator does not: nobody else may use the GPU meanwhile."""

@@ -61,7 +61,7 @@ def copies(value):
             return x
         base = x._base if x._base is not None else x
         if id(base) not in bases:
-            bases[id(base)] = base.clone()
+            bases[id(base)] = base.clone().pin_memory() if base.is_pinned() else base.clone()
         return torch.as_strided(bases[id(base)], x.size(), x.stride(), x.storage_offset())
 
     return copy(value)

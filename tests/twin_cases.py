@@ -438,6 +438,13 @@ def commit(dtype, device):
         yield f"page{page}", (storage, pages, make.ints([3, 9]), make.ints(path), make.ints(lens), page)
 
 
+def publish(dtype, device):
+    make = Make(dtype, device)
+    for width, turn in ((75, 0), (75, 5), (2300, 3)):
+        host = torch.full((2, width), 7, dtype=torch.int64, pin_memory=device == "cuda")
+        yield f"{width}-{turn}", (make.ints(list(range(width))), host, make.ints([turn]))
+
+
 def stamp(dtype, device):
     yield "number", (torch.zeros(3, dtype=torch.int64, device=device), 1)
 
@@ -472,6 +479,7 @@ CASES = {
         soften,
         draw,
         commit,
+        publish,
         stamp,
         total,
     )
