@@ -17,6 +17,9 @@
 // Raised whenever a signature or a struct below changes; the loader refuses a library whose number differs from its own.
 EAGLE3_API int eagle3_abi_version() { return eagle3::kAbiVersion; }
 
+// The device that all other calls of this thread mean: this library has a CUDA runtime of its own.
+EAGLE3_API int eagle3_device(int device) { return static_cast<int>(cudaSetDevice(device)); }
+
 // Writes the version that the DEVICE code was compiled with to *out (device memory, one int32): the check that this
 // library holds code for the GPU at hand.
 EAGLE3_API int eagle3_abi_probe(int *out, cudaStream_t stream) {

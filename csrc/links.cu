@@ -13,6 +13,9 @@ EAGLE3_API int eagle3_links_version() { return eagle3::kLinksVersion; }
 // The device that all other calls of this thread mean: this library has a CUDA runtime of its own.
 EAGLE3_API int eagle3_links_device(int device) { return cudaSetDevice(device); }
 
+// What an error means, for the reader.
+EAGLE3_API const char *eagle3_links_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
+
 // Bytes of an inbox for `rows` rows of each sender (a two-shot sum: that many for each rank) of `columns` elements.
 EAGLE3_API size_t eagle3_inbox_bytes(int size, int rows, int columns) {
   eagle3::Links l = {};

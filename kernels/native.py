@@ -123,6 +123,7 @@ class Library:
         found = self._library.eagle3_abi_version()
         if found != ABI:
             raise Unavailable(f"{path}: version {found} of its interface, expected {ABI}")
+        self._library.eagle3_device(torch.cuda.current_device())
         probe = torch.zeros(1, dtype=torch.int32, device=device)
         status = self._library.eagle3_abi_probe(ctypes.c_void_p(probe.data_ptr()), self._stream())
         if status or int(probe) != ABI:

@@ -14,7 +14,7 @@ import torch
 from . import allreduce, native
 from .native import Unavailable
 
-VERSION = 1
+VERSION = 2
 SIZES = range(2, 9)  # ranks
 ONE_SHOT = 64  # rows up to which everybody sends its rows to everybody
 ROWS = 512  # rows of a sum
@@ -24,7 +24,7 @@ HANDLE = 64  # bytes of a cudaIpcMemHandle_t
 LANES, PER = 32, 8  # of a warp, columns of a lane
 
 Links = native.structure(
-    "Links", p=" ".join(f"inbox{r}" for r in range(8)) + " state abort", z="limit", i="rank size rows columns dependent"
+    "Links", p=" ".join(f"inbox{r}" for r in range(8)) + " state abort", z="limit", i="rank size rows columns hopper"
 )
 Reduction = native.structure("Reduction", p="x residual gamma y normed", f="eps", i="rows columns")
 
@@ -52,7 +52,7 @@ def reference(parts, residual=None, gamma=None, eps=0.0):
         sums = sums + lanes[..., j]
     warps = _tree(sums.view(rows, -1, LANES))
     total = _tree(torch.nn.functional.pad(warps, (0, LANES - warps.shape[1])))[:, None]
-    scale = 1 / torch.sqrt(total / torch.tensor(float(columns), device=x.device) + torch.tensor(eps, device=x.device))
+    scale = 1 / torch.sqrt(total / x.new_full((), columns) + x.new_full((), eps))
     return y, (x * scale * gamma.float()).to(y.dtype)
 
 
@@ -75,31 +75,32 @@ class Peers:
     """
 
     def __init__(self, rank, size, device, columns, exchange, *, rows=ROWS, announce=None):
-        self.rank, self.size, self.columns, self.rows = rank, size, columns, rows
+        self.rank, self.size, self.columns, self.rows, self._exchange = rank, size, columns, rows, exchange
         self._opened, self._own = {}, ctypes.c_void_p()
         self._flag, seen = ctypes.c_void_p(), ctypes.c_void_p()
         share = max(ONE_SHOT, -(-rows // size))
-        handles = self._all(exchange, lambda: self._make(device, share, seen, announce))
+        handles = self._all(lambda: self._make(device, share, seen, announce))
         if len({host for host, _ in handles}) > 1:
+            self.close()
             raise Unavailable("the ranks are on several hosts")
-        self._all(exchange, lambda: self._open([handle for _, handle in handles]))
-        self.state = torch.tensor([1, 0, 0, 0], dtype=torch.int32, device=device)
+        self._all(lambda: self._open([handle for _, handle in handles]))
+        self.state = torch.zeros(2, dtype=torch.int64, device=device)
         boxes = {f"inbox{r}": box.value for r, box in self._opened.items()} | {f"inbox{rank}": self._own.value}
         self._links = Links(
             **boxes, state=self.state.data_ptr(), abort=seen.value, rank=rank, size=size, rows=share, columns=columns
         )
-        self._links.dependent = int(torch.cuda.get_device_capability(device) >= (9, 0))
+        self._links.hopper = int(torch.cuda.get_device_capability(device) >= (9, 0))
         self.wait(PATIENCE)
         self.blocks = torch.cuda.get_device_properties(device).multi_processor_count
         torch.cuda.synchronize(device)
         exchange(None)  # nobody sends before all have opened
 
-    def _all(self, exchange, make):
+    def _all(self, make):
         """make() of every rank, a list; Unavailable on all of them where one could not."""
         try:
-            told = exchange((make(), None))
+            told = self._exchange((make(), None))
         except Unavailable as reason:
-            told = exchange((None, str(reason)))
+            told = self._exchange((None, str(reason)))
         reasons = [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(told) if reason is not None]
         if reasons:
             self.close()
@@ -137,12 +138,18 @@ class Peers:
     def _call(self, name, *arguments):
         """A call that does not launch. Raises Unavailable."""
         if status := getattr(self._library, name)(*arguments):
-            raise Unavailable(f"{name}: CUDA error {status}")
+            raise Unavailable(f"{name}: {self._error(status)}")
+
+    def _error(self, status):
+        """A cudaError_t in words."""
+        self._library.eagle3_links_error.restype = ctypes.c_char_p
+        return f"CUDA error {status}, {self._library.eagle3_links_error(status).decode()}"
 
     def close(self):
-        """Let go of all memory. No call may be running, here or on another rank."""
+        """Let go of all memory, when no call is running; all ranks do it together."""
         for box in self._opened.values():
             self._library.eagle3_inbox_close(box)
+        self._exchange(None)  # nobody's memory goes while another has it open
         if self._own:
             self._library.eagle3_inbox_free(self._own)
         if self._flag:
@@ -166,6 +173,7 @@ class Peers:
     def sum(self, x, residual=None, gamma=None, eps=0.0, two_shots=None):
         """The twin of `reference`: x [N, D] of this rank -> y, normed or None.
 
+        gamma: a weight; it is read while the launch before this one may still run.
         two_shots: send each row to one rank that adds it up, rather than to all; default: above ONE_SHOT rows. The bits
         are the same.
         """
@@ -195,4 +203,4 @@ class Peers:
     def _launch(self, name, *arguments):
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         if status := getattr(self._library, name)(ctypes.byref(self._links), *arguments, stream):
-            raise RuntimeError(f"{name}: CUDA error {status}")
+            raise RuntimeError(f"{name}: {self._error(status)}")

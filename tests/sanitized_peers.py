@@ -7,4 +7,5 @@ from test_peers import every_row_count
 from engine import spawn
 
 if __name__ == "__main__":
-    sys.exit(spawn(every_row_count, 2, 80, [1, 3, 66]) != [[], []])
+    wrong = spawn(every_row_count, 2, {80: [1, 3, 66], 7168: [2]})
+    sys.exit(f"wrong: {wrong}" if any(wrong) else 0)

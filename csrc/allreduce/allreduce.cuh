@@ -3,6 +3,9 @@
 //
 // One shot: everybody sends its rows to everybody and adds up all of them. Two shots, for many rows: row i goes to rank
 // i % size alone, which adds it up and sends the sum to everybody. The arithmetic, and so every bit, is the same.
+//
+// Long rows are cut into parts, a block each, so that a block has little to send; the blocks of a row form a cluster, which
+// adds up the squares of its norm through each other's shared memory.
 #pragma once
 
 #include "links.cuh"
@@ -12,6 +15,8 @@ namespace eagle3 {
 constexpr int kPer = 8;  // columns of a thread: 16 bytes
 constexpr int kWarp = 32;
 constexpr int kMostThreads = 1024;
+constexpr int kMostParts = 8;      // of a row: the largest cluster that every GPU with clusters takes
+constexpr int kMostSent = 8192;    // bytes that a block sends, where there are multiprocessors for more blocks
 
 // x, residual (or null), y: [rows, columns] bf16. normed = y / rms(y) * gamma, where gamma [columns] is given.
 struct Reduction {
@@ -44,9 +49,40 @@ __device__ __forceinline__ float across_warp(float v) {
   return v;
 }
 
-// One row's norm. The sum of squares: a thread's in order, then halving trees over lanes and over warps. All threads call it.
-__device__ __forceinline__ void norm_row(const Reduction &r, uint4 sum, uint4 gains, int row, int column, bool inside) {
-  __shared__ float partial[kWarp];
+// The barrier of all threads of a row's blocks, in two halves.
+__device__ __forceinline__ void row_arrive() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if (gridDim.x > 1) asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void row_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if (gridDim.x > 1) {
+    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+    return;
+  }
+#endif
+  __syncthreads();
+}
+// *place = v in the shared memory of all of a row's blocks. A warp calls it, all lanes with the same.
+__device__ __forceinline__ void store_for_row(float *place, float v) {
+  const uint32_t lane = threadIdx.x % kWarp;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if (gridDim.x > 1) {
+    if (lane >= gridDim.x) return;
+    uint32_t theirs = static_cast<uint32_t>(__cvta_generic_to_shared(place));
+    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(theirs) : "r"(lane));
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(theirs), "f"(v) : "memory");
+    return;
+  }
+#endif
+  if (lane == 0) *place = v;
+}
+
+// One row's norm. The sum of squares: a thread's in order, then halving trees over lanes and over the row's warps, whose
+// sums `partial` takes. All threads of the row's blocks call it, with another `partial` than for the row before.
+__device__ __forceinline__ void norm_row(const Reduction &r, uint4 sum, uint4 gains, int row, int column, bool inside,
+                                         float *partial) {
   float f[kPer] = {}, squares = 0.f;
   if (inside) {
     unpack(sum, f);
@@ -54,11 +90,10 @@ __device__ __forceinline__ void norm_row(const Reduction &r, uint4 sum, uint4 ga
 #pragma unroll
     for (int i = 1; i < kPer; i++) squares = __fadd_rn(squares, __fmul_rn(f[i], f[i]));
   }
-  const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
-  squares = across_warp(squares);
-  __syncthreads();  // the row before may still be read
-  if (lane == 0) partial[threadIdx.x / kWarp] = squares;
-  __syncthreads();
+  const int lane = threadIdx.x % kWarp, warps = gridDim.x * blockDim.x / kWarp;
+  store_for_row(partial + column / (kPer * kWarp), across_warp(squares));
+  row_arrive();
+  row_wait();
   const float total = across_warp(lane < warps ? partial[lane] : 0.f);
   const float scale = __fdiv_rn(1.f, __fsqrt_rn(__fadd_rn(__fdiv_rn(total, static_cast<float>(r.columns)), r.eps)));
   if (!inside) return;
@@ -107,21 +142,23 @@ __device__ __forceinline__ uint4 add_up(const Links &l, const Places &places, Wa
   return rounded(total);
 }
 
-// A block takes rows blockIdx.x, + gridDim.x, …; it sends all it has to before it waits for anything, and all blocks are
-// resident at once: nothing waits for what waits for it.
+// A block takes its part, blockIdx.x, of rows blockIdx.y, + gridDim.y, …; it sends all it has to before it waits for
+// anything, and all blocks are resident at once: nothing waits for what waits for it.
 template <int kRanks, bool kTwoShots>
 __global__ void __launch_bounds__(kMostThreads) reduce_rows(const __grid_constant__ Links l, const __grid_constant__ Reduction r) {
-  after_predecessor();
-  const uint32_t number = load_state(l.state);
+  __shared__ float partial[2][kWarp];
   const Places places(l);
-  const int column = threadIdx.x * kPer;
-  const bool inside = column < r.columns;
+  const int column = (blockIdx.x * blockDim.x + threadIdx.x) * kPer;
+  const bool inside = column < r.columns, more = r.residual != nullptr, norm = r.gamma != nullptr;
   const auto owner = [](int row) { return row % kRanks; };
-  const bool more = r.residual != nullptr;
   const uint4 none = make_uint4(0, 0, 0, 0);
+  const uint4 gains = norm && inside ? __ldg(reinterpret_cast<const uint4 *>(r.gamma + column)) : none;
+  if (norm) row_arrive();  // that it has begun, and may be written to
+  after_predecessor();
+  const uint32_t number = call_number(l);
   Wait wait(l);
 
-  for (int row = blockIdx.x; row < r.rows && inside; row += gridDim.x) {
+  for (int row = blockIdx.y; row < r.rows && inside; row += gridDim.y) {
     const uint4 own = load16(r.x + static_cast<size_t>(row) * r.columns + column);
     if (kTwoShots) {
       if (owner(row) == l.rank) continue;
@@ -134,8 +171,9 @@ __global__ void __launch_bounds__(kMostThreads) reduce_rows(const __grid_constan
       }
     }
   }
+  number_read(l, blockIdx.y * gridDim.x + blockIdx.x, gridDim.x * gridDim.y);
   if (kTwoShots) {
-    for (int row = blockIdx.x; row < r.rows && inside; row += gridDim.x) {
+    for (int row = blockIdx.y; row < r.rows && inside; row += gridDim.y) {
       if (owner(row) != l.rank) continue;
       const size_t at = static_cast<size_t>(row) * r.columns + column;
       const uint4 own = load16(r.x + at), residual = more ? load16(r.residual + at) : none;
@@ -148,9 +186,8 @@ __global__ void __launch_bounds__(kMostThreads) reduce_rows(const __grid_constan
       *reinterpret_cast<uint4 *>(r.y + at) = sum;
     }
   }
-  uint4 gains = none;  // on its way before anything is waited for
-  if (r.gamma != nullptr && inside) gains = __ldg(reinterpret_cast<const uint4 *>(r.gamma + column));
-  for (int row = blockIdx.x; row < r.rows; row += gridDim.x) {
+  if (norm) row_wait();
+  for (int row = blockIdx.y, turn = 0; row < r.rows; row += gridDim.y, turn ^= 1) {
     const size_t at = static_cast<size_t>(row) * r.columns + column;
     uint4 sum = none;
     if (inside) {
@@ -167,17 +204,16 @@ __global__ void __launch_bounds__(kMostThreads) reduce_rows(const __grid_constan
         *reinterpret_cast<uint4 *>(r.y + at) = sum;
       }
     }
-    if (r.gamma != nullptr) norm_row(r, sum, gains, row, column, inside);
+    if (norm) norm_row(r, sum, gains, row, column, inside, partial[turn]);
   }
-  finish(l, number);
 }
 
 // Everybody's `words` 4-byte words side by side: y [size, words].
 __global__ void __launch_bounds__(kMostThreads) gather_words(const __grid_constant__ Links l, const uint32_t *x, uint32_t *y, int words) {
   after_predecessor();
-  const uint32_t number = load_state(l.state);
+  const uint32_t number = call_number(l);
   const Places places(l);
-  const int step = gridDim.x * blockDim.x, first = blockIdx.x * blockDim.x + threadIdx.x;
+  const int step = gridDim.y * blockDim.x, first = blockIdx.y * blockDim.x + threadIdx.x;
   Wait wait(l);
   for (int at = first * 2; at < words; at += step * 2) {
     const uint64_t mark = static_cast<uint64_t>(number) << 32;
@@ -189,6 +225,7 @@ __global__ void __launch_bounds__(kMostThreads) gather_words(const __grid_consta
     y[static_cast<size_t>(l.rank) * words + at] = a;
     if (at + 1 < words) y[static_cast<size_t>(l.rank) * words + at + 1] = b;
   }
+  number_read(l, blockIdx.y, gridDim.y);
   for (int at = first * 2; at < words; at += step * 2) {
     for (int away = 1; away < l.size; away++) {
       const int peer = (l.rank + l.size - away) % l.size;
@@ -200,29 +237,36 @@ __global__ void __launch_bounds__(kMostThreads) gather_words(const __grid_consta
       if (at + 1 < words) y[static_cast<size_t>(peer) * words + at + 1] = static_cast<uint32_t>(b);
     }
   }
-  finish(l, number);
 }
 
+// parts: blocks along x, which form a cluster.
 template <class... Parameters, class... Arguments>
-inline cudaError_t start(void (*kernel)(Parameters...), int blocks, int threads, const Links &l, cudaStream_t stream,
+inline cudaError_t start(void (*kernel)(Parameters...), int parts, int blocks, int threads, const Links &l, cudaStream_t stream,
                          Arguments... arguments) {
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(blocks);
+  config.gridDim = dim3(parts, blocks);
   config.blockDim = dim3(threads);
   config.stream = stream;
-  cudaLaunchAttribute early;
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &early;
-  config.numAttrs = l.dependent ? 1 : 0;
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(parts), 1, 1};
+  config.attrs = attributes;
+  config.numAttrs = !l.hopper ? 0 : parts > 1 ? 2 : 1;
   return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
 }
 
 template <int kRanks>
 inline cudaError_t reduce(const Links &l, const Reduction &r, int two_shots, int blocks, cudaStream_t stream) {
-  const int threads = (r.columns / kPer + kWarp - 1) / kWarp * kWarp, grid = r.rows < blocks ? r.rows : blocks;
-  return two_shots ? start(reduce_rows<kRanks, true>, grid, threads, l, stream, l, r)
-                   : start(reduce_rows<kRanks, false>, grid, threads, l, stream, l, r);
+  const int warps = (r.columns / kPer + kWarp - 1) / kWarp;
+  const int sent = r.columns / 2 * static_cast<int>(sizeof(uint64_t)) * (kRanks - 1);  // of a row
+  const auto fit = [&](int parts) { return parts <= kMostParts && parts <= warps && parts * r.rows <= blocks; };
+  int parts = 1;
+  while (l.hopper && sent > parts * kMostSent && fit(2 * parts)) parts *= 2;
+  const int threads = (warps + parts - 1) / parts * kWarp, high = r.rows < blocks ? r.rows : blocks;
+  return two_shots ? start(reduce_rows<kRanks, true>, parts, high, threads, l, stream, l, r)
+                   : start(reduce_rows<kRanks, false>, parts, high, threads, l, stream, l, r);
 }
 
 // blocks: at most as many as are resident at once, one a multiprocessor. cudaErrorInvalidValue for what does not fit.
@@ -246,7 +290,7 @@ inline cudaError_t gather(const Links &l, const uint32_t *x, uint32_t *y, int wo
   constexpr int threads = 256;
   if (words < 1 || words > l.rows * (l.columns / 2) || l.size > kMostRanks) return cudaErrorInvalidValue;
   const int needed = (words + 2 * threads - 1) / (2 * threads);
-  return start(gather_words, needed < blocks ? needed : blocks, threads, l, stream, l, x, y, words);
+  return start(gather_words, 1, needed < blocks ? needed : blocks, threads, l, stream, l, x, y, words);
 }
 
 }  // namespace eagle3

@@ -5,6 +5,7 @@
 // A call's number counts up on the device (graph replays need no host), the same on all ranks, and picks one of two halves
 // of every inbox. Who writes call n + 2 into a half has finished call n + 1, for which it had to receive from everyone, who
 // had therefore finished call n and read that half. A call in which a rank would not hear from all others is not offered.
+// So a call is one trip over the links, and nothing is waited for at its end.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,20 +14,21 @@
 
 namespace eagle3 {
 
-constexpr int kLinksVersion = 1;
+constexpr int kLinksVersion = 2;
 constexpr int kMostRanks = 8;
 constexpr int kSpins = 256;  // looks at an inbox between two looks at the clock and the host's flag
+constexpr int kShares = 1024;  // of a call's number: more than a call has blocks
 
-// One rank's end of the links. inbox[r]: rank r's memory as this process sees it. state (device): number of the next call
-// (from 1), blocks that are done with this one, whether a wait was given up. abort (host memory): the same, for the host
-// to read or to set; 1 + the rank that was waited for. limit: nanoseconds that a wait may take. rows: of a sender's place.
+// One rank's end of the links. inbox[r]: rank r's memory as this process sees it. state (device): calls so far, in shares;
+// whether a wait was given up. abort (host memory): the latter, for the host to read or to set; 1 + the rank that was
+// waited for. limit: nanoseconds that a wait may take. rows: of a sender's place.
 struct Links {
   uint64_t *inbox[kMostRanks];
-  uint32_t *state;
+  uint64_t *state;
   int *abort;
   size_t limit;
   int rank, size, rows, columns;
-  int dependent;  // whether launches may begin before their predecessor's end (compute capability 9.0)
+  int hopper;  // compute capability 9.0 or more: blocks form clusters, launches begin before their predecessor's end
 };
 
 __device__ __forceinline__ void store_words(uint64_t *to, uint64_t a, uint64_t b) {
@@ -35,9 +37,9 @@ __device__ __forceinline__ void store_words(uint64_t *to, uint64_t a, uint64_t b
 __device__ __forceinline__ void load_words(const uint64_t *from, uint64_t &a, uint64_t &b) {
   asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(from) : "memory");
 }
-__device__ __forceinline__ uint32_t load_state(const uint32_t *from) {
-  uint32_t v;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+__device__ __forceinline__ uint64_t load_state(const uint64_t *from) {
+  uint64_t v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
   return v;
 }
 __device__ __forceinline__ uint64_t nanoseconds() {
@@ -75,7 +77,7 @@ struct Wait {
   int looks = 0;
   bool over;
 
-  __device__ explicit Wait(const Links &l) : links(l), over(load_state(l.state + 2) != 0) {}
+  __device__ explicit Wait(const Links &l) : links(l), over(load_state(l.state + 1) != 0) {}
 
   // Whether to look again for what `peer` sends. Once over, a thread waits for nothing more in this call, and later calls
   // begin that way: their sums mean nothing, and the host is told.
@@ -88,7 +90,7 @@ struct Wait {
     asm volatile("ld.relaxed.sys.global.s32 %0, [%1];" : "=r"(told) : "l"(links.abort) : "memory");
     if (told == 0 && now - since < links.limit) return true;
     if (told == 0) asm volatile("st.relaxed.sys.global.s32 [%0], %1;" ::"l"(links.abort), "r"(1 + peer) : "memory");
-    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(links.state + 2), "r"(1) : "memory");
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(links.state + 1), "l"(1ull) : "memory");
     over = true;
     return false;
   }
@@ -103,13 +105,17 @@ struct Places {
   __device__ size_t whole(uint32_t number, int size, int at) const { return part(number, size, at); }
 };
 
-// The last block of a call lets the next one begin. All threads of the block call it.
-__device__ __forceinline__ void finish(const Links &links, uint32_t number) {
+// This call's number: 31 bits that go up, and one that memory which nobody wrote does not have.
+__device__ __forceinline__ uint32_t call_number(const Links &links) {
+  return static_cast<uint32_t>(load_state(links.state) / kShares) | 0x80000000u;
+}
+
+// This block, one of `blocks`, has read the number: once all have, the next call's is there. All threads of it call this.
+// Nothing waits for the addition, so that no call ends with a trip to memory.
+__device__ __forceinline__ void number_read(const Links &links, int block, int blocks) {
   __syncthreads();
-  if (threadIdx.x == 0 && atomicAdd(links.state + 1, 1) == gridDim.x - 1) {
-    links.state[1] = 0;
-    links.state[0] = number == 0xffffffffu ? 2 : number + 1;  // 0 means never written; halves go on in turn
-  }
+  const unsigned long long share = block ? 1 : kShares - (blocks - 1);
+  if (threadIdx.x == 0) atomicAdd(reinterpret_cast<unsigned long long *>(links.state), share);
 }
 
 }  // namespace eagle3
