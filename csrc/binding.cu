@@ -11,6 +11,7 @@
 #include "fewrows/head.cuh"
 #include "fewrows/int4.cuh"
 #include "fewrows/project.cuh"
+#include "fewrows/router.cuh"
 
 #define EAGLE3_API extern "C" __attribute__((visibility("default")))
 
@@ -37,6 +38,10 @@ EAGLE3_API int eagle3_attention(const eagle3::Attention *p, int width, int batch
 
 EAGLE3_API int eagle3_experts(const eagle3::Experts *p, int blocks, cudaStream_t stream) {
   return static_cast<int>(eagle3::experts(*p, blocks, stream));
+}
+
+EAGLE3_API int eagle3_route(const eagle3::Router *p, int blocks, cudaStream_t stream) {
+  return static_cast<int>(eagle3::routed(*p, blocks, stream));
 }
 
 EAGLE3_API int eagle3_int4_experts(const eagle3::Int4Experts *p, int blocks, cudaStream_t stream) {

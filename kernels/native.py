@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 
-from . import head, linear, mla, native_packed
+from . import head, linear, mla, native_packed, native_routing
 from .routing import Routing
 from .structs import structure
 from .tile import groups
 
-ABI = 5
+ABI = 6
 CAPABILITY = (9, 0)
 # columns of a projection whose norm is fused (project.cuh)
 WITH_NORM = (64, 128, 256, 512, 768, 1024, 1536, 2048, 2304, 2880, 4096, 7168)
@@ -130,6 +130,7 @@ class Library:
             raise Unavailable(f"{path}: no code for this GPU (CUDA error {status})")
         self.blocks = torch.cuda.get_device_properties(device).multi_processor_count
         self.arrivals = torch.zeros(1, dtype=torch.int32, device=device)  # experts.cuh: zero between passes
+        self.routed = torch.zeros(native_routing.MOST_TILES, dtype=torch.int32, device=device)  # router.cuh: likewise
 
     @staticmethod
     def _stream():
@@ -250,5 +251,6 @@ def table(base, device, announce=None):
     names = ("linear", "mlp", "attend", "moe", "head")
     own = {name: getattr(Library, name) for name in names}
     own |= {name: getattr(native_packed, name) for name in ("experts_int4", "experts_mxfp4")}
+    own["route"] = native_routing.route
     own = {name: functools.partial(operation, library) for name, operation in own.items()}
     return replace(base, **own, mla_qkv=mla.composed(library.normed))

@@ -4,6 +4,7 @@ import torch
 from twin_cases import Make, attend, moe
 
 from kernels import FUSED, native
+from kernels.routing import Routing
 
 SHAPES = (
     (1, 1, 256, 8, 2, 64, 64, 16, [40], "tree", None, True),
@@ -22,6 +23,9 @@ def main():
         table.linear(make.floats(rows, 1536), make.weight(48, 1536))
         table.mlp(x, make.gain(256), 1e-6, make.weight(2 * 512, 256), make.weight(256, 512), "silu", x)
         table.head(x, make.gain(256), 1e-6, make.weight(333, 256), 1, torch.empty(rows, 333, device="cuda"))
+    for rule in (Routing(4, True, "sigmoid", 4, 2, 2), Routing(2, False, "logits")):
+        correction = torch.zeros(16, device="cuda")
+        table.route(make.floats(9, 256), make.gain(256), 1e-6, make.weight(16, 256), rule, None, correction)
     for _, arguments in attend(dtype, "cuda", SHAPES):
         table.attend(*arguments)
     for _, arguments in moe(dtype, "cuda", ((1, 256, 16, 64, 4, True), (9, 256, 140, 128, 8, False))):

@@ -7,6 +7,7 @@ from test_twins import compare, copies
 from twin_cases import Make, attend, moe
 
 from kernels import FUSED, native
+from kernels.routing import Routing
 
 pytestmark = pytest.mark.gpu
 
@@ -40,6 +41,17 @@ INT4 = (  # rows, hidden, experts, width, choices
     (3, 256, 8, 1024, 4),
 )
 
+KIMI = Routing(8, True, "sigmoid", scale=2.827)
+ROUTE = (  # rows, hidden, experts, rule, whether logits have a bias, whether the choice has a correction
+    (1, 7168, 384, KIMI, False, True),
+    (9, 7168, 256, Routing(8, True, "sigmoid", 8, 4, 2, 2.5), False, True),
+    (4, 5120, 160, Routing(8, True, "sigmoid", scale=2.5), False, True),
+    (5, 2880, 128, Routing(4, False, "logits"), True, False),
+    (3, 2048, 64, Routing(6, False, "softmax"), False, False),
+    (2, 4096, 160, Routing(6, False, "softmax", 8, 3, 1, 16.0), False, False),
+    (64, 512, 512, Routing(8, True), False, False),
+    (3, 256, 6, Routing(2, True, "sigmoid", 3, 2, 2), True, True),
+)
 MXFP4 = (  # likewise
     (1, 2880, 16, 2880, 4),
     (5, 2880, 24, 1440, 4),
@@ -53,7 +65,7 @@ def table():
     return native.table(FUSED, torch.device("cuda"))
 
 
-@pytest.mark.parametrize("op", ["linear", "mlp", "head", "attend", "moe", "experts_int4", "experts_mxfp4"])
+@pytest.mark.parametrize("op", ["linear", "mlp", "head", "attend", "moe", "route", "experts_int4", "experts_mxfp4"])
 def test_twin_at_small_sizes(table, op):
     for name, arguments in CASES[op](B16, "cuda"):
         compare(table, op, name, arguments, B16)
@@ -122,6 +134,26 @@ def test_int4_experts_at_real_sizes(table, sizes):
     compare(table, "experts_int4", str(sizes), packed(Quick(), *sizes), B16)
 
 
+def routed(make, n, hidden, experts, rule, biased, corrected):
+    """Arguments of route: two experts that tie."""
+    gate, x = make.weight(experts, hidden), make.floats(64, hidden)[:n].contiguous()
+    make.tie(gate, 0, experts - 1)
+    correction = make.floats(experts, scale=0.3, dtype=torch.float32) if corrected else None
+    if corrected:
+        correction[[0, experts - 1]] = 0.25
+    return x, make.gain(hidden), 1e-6, gate, rule, make.floats(experts) if biased else None, correction
+
+
+@pytest.mark.parametrize("sizes", ROUTE, ids=str)
+def test_routers_at_real_sizes(table, sizes):
+    """Kills experts of groups that are not the best, corrections that weigh, ties that go to the higher id, a last
+    block that chooses before another one's logits are there, arrivals that are not reset, NaN that spreads."""
+    for number in range(3):
+        arguments = routed(Quick(), *sizes)
+        arguments[0][: number > 1] = float("nan")
+        compare(table, "route", str(sizes), arguments, B16)
+
+
 def products(n):
     """(operation, arguments) of every kernel of products at real sizes, the first n rows of the same inputs."""
     make = Quick()
@@ -144,6 +176,7 @@ def products(n):
     x = rows(2048)
     matrices = make.weight(32, 2 * 768, 2048), make.weight(32, 2048, 768)
     rule = next(moe(B16, "cuda", MOE[:1]))[1][4]
+    yield "route", routed(make, n, 7168, 384, KIMI, False, True)
     yield "experts_int4", packed(make, n, 7168, 48, 256, 8)
     yield "experts_mxfp4", packed_mxfp4(make, n, 2880, 32, 2880, 4)
     yield "moe", (x, make.gain(2048), 1e-6, make.weight(32, 2048), rule, None, None, *matrices, "silu", x)

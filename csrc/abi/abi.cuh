@@ -3,7 +3,7 @@
 
 namespace eagle3 {
 
-constexpr int kAbiVersion = 5;
+constexpr int kAbiVersion = 6;
 
 __global__ void abi_probe(int *out) { *out = kAbiVersion; }
 

@@ -1,0 +1,288 @@
+// The beginning of a mixture-of-experts block for every kind of router (kernels/routing.py): norm, logits, choice and weights;
+// beside it, where there is a shared expert, its gate, up and activation of the same normed rows.
+//
+// Blocks share the experts and the shared expert's units evenly. The block of a group of rows that arrives last makes the
+// group's choice, a warp a row: nobody waits, so no block needs another one to be resident.
+#pragma once
+
+#include "common.cuh"
+#include "project.cuh"
+
+namespace eagle3 {
+
+constexpr int kRouted = 512; // experts at most
+
+enum Score { kSoftmax, kSigmoid, kLogits }; // as kernels.routing.SCORES
+
+struct Router {
+  const bf16 *x;           // [rows, columns] residual stream
+  const bf16 *gamma;       // [columns]
+  const bf16 *gate;        // [experts, columns]
+  const bf16 *bias;        // [experts] or null
+  const float *correction; // [experts] or null, for the choice alone
+  const bf16 *shared;      // [2 * width, columns], gates first, or null
+  bf16 *normed;            // [rows, columns]
+  bf16 *hidden;            // [rows, width] of the shared expert, or null
+  float *logits;           // [groups of rows * 8, experts] scratch
+  unsigned *arrivals;      // [groups of rows], zero between passes
+  int64_t *ids;            // [rows, choices]
+  float *weights;          // [rows, choices]
+  float eps, scale;
+  int rows, columns, width, experts, choices, score, renormalise, groups, top_groups, group_best;
+};
+
+// Adds one and says how many there were; what this block wrote before is seen by whoever arrives later.
+__device__ __forceinline__ unsigned arrive(unsigned *count) {
+  unsigned before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(count) : "memory");
+  return before;
+}
+
+// Unsigned keys that sort like the values, NaN like -inf; 0 is below all of them.
+__device__ __forceinline__ uint32_t sortable(float v) {
+  if (!(v == v)) v = -INFINITY;
+  const uint32_t raw = __float_as_uint(v == 0.f ? 0.f : v); // -0 equals 0
+  return raw & 0x80000000u ? ~raw : raw | 0x80000000u;
+}
+__device__ __forceinline__ float sorted_value(uint32_t key) {
+  return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
+}
+
+__device__ __forceinline__ float warp_sum(float v) {
+#pragma unroll
+  for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(kAll, v, o);
+  return v;
+}
+__device__ __forceinline__ float warp_max(float v) {
+#pragma unroll
+  for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(kAll, v, o));
+  return v;
+}
+
+// One row's experts in a warp: lane l holds l, l + 32, …
+struct Candidates {
+  static constexpr int kMany = kRouted / 32;
+  uint32_t key[kMany];
+
+  static __device__ __forceinline__ bool in_group(int e, int g, int size) { return e >= g * size && e < (g + 1) * size; }
+
+  // Takes the best one out, lower ids first among equals; its key is left in `found`. 0: nothing was left.
+  __device__ __forceinline__ int take(uint32_t &found) {
+    const int lane = threadIdx.x & 31;
+    uint32_t most = 0;
+#pragma unroll
+    for (int j = 0; j < kMany; j++) most = max(most, key[j]);
+    found = __reduce_max_sync(kAll, most);
+    unsigned id = 0xffffffffu;
+#pragma unroll
+    for (int j = kMany - 1; j >= 0; j--)
+      if (key[j] == found) id = j * 32 + lane;
+    id = __reduce_min_sync(kAll, id);
+#pragma unroll
+    for (int j = 0; j < kMany; j++)
+      if (static_cast<unsigned>(j * 32 + lane) == id) key[j] = 0;
+    return static_cast<int>(id);
+  }
+
+  // Leaves the experts of the best groups, a group being as good as the sum of its `best` best.
+  __device__ __forceinline__ void keep_groups(int size, int groups, int top, int best) {
+    const int lane = threadIdx.x & 31;
+    float own = 0.f; // of group `lane`
+#pragma unroll 1
+    for (int g = 0; g < groups; g++) {
+      Candidates members;
+#pragma unroll
+      for (int j = 0; j < kMany; j++) members.key[j] = in_group(j * 32 + lane, g, size) ? key[j] : 0;
+      float sum = 0.f;
+#pragma unroll 1
+      for (int i = 0; i < best; i++) {
+        uint32_t found;
+        members.take(found);
+        sum += sorted_value(found);
+      }
+      if (lane == g) own = sum;
+    }
+    uint32_t mine = lane < groups ? sortable(own) : 0, kept = 0;
+#pragma unroll 1
+    for (int i = 0; i < top; i++) {
+      const uint32_t found = __reduce_max_sync(kAll, mine);
+      const unsigned g = __reduce_min_sync(kAll, mine == found ? lane : 32u);
+      kept |= 1u << g;
+      if (static_cast<unsigned>(lane) == g) mine = 0;
+    }
+#pragma unroll 1
+    for (int g = 0; g < groups; g++) {
+      if (kept >> g & 1u) continue;
+#pragma unroll
+      for (int j = 0; j < kMany; j++)
+        if (in_group(j * 32 + lane, g, size)) key[j] = 0;
+    }
+  }
+};
+
+// Ids and weights of one row, by one warp, from its logits.
+__device__ __forceinline__ void choose_row(const Router &p, int row) {
+  constexpr int kMany = Candidates::kMany;
+  const int lane = threadIdx.x & 31;
+  const float *logits = p.logits + static_cast<size_t>(row) * p.experts;
+  float score[kMany];
+#pragma unroll
+  for (int j = 0; j < kMany; j++) { // one that does not exist counts for nothing below
+    const float v = load_float(logits + min(j * 32 + lane, p.experts - 1));
+    score[j] = j * 32 + lane < p.experts ? v : -INFINITY;
+  }
+  if (p.score == kSoftmax) {
+    float top = -INFINITY, sum = 0.f;
+#pragma unroll
+    for (int j = 0; j < kMany; j++) top = fmaxf(top, score[j]);
+    top = warp_max(top);
+#pragma unroll
+    for (int j = 0; j < kMany; j++) {
+      score[j] = __expf(score[j] - top);
+      sum += j * 32 + lane < p.experts ? score[j] : 0.f;
+    }
+    const float share = 1.f / warp_sum(sum);
+#pragma unroll
+    for (int j = 0; j < kMany; j++) score[j] *= share;
+  } else if (p.score == kSigmoid) {
+#pragma unroll
+    for (int j = 0; j < kMany; j++) score[j] = __fdividef(1.f, 1.f + __expf(-score[j]));
+  }
+  Candidates all;
+#pragma unroll
+  for (int j = 0; j < kMany; j++) {
+    const int e = j * 32 + lane;
+    const float correction = p.correction ? p.correction[min(e, p.experts - 1)] : 0.f;
+    all.key[j] = e < p.experts ? sortable(score[j] + correction) : 0;
+  }
+  if (p.groups > 1) all.keep_groups(p.experts / p.groups, p.groups, p.top_groups, p.group_best);
+  float own = 0.f;
+  int64_t id = 0;
+#pragma unroll 1
+  for (int k = 0; k < p.choices; k++) {
+    uint32_t found;
+    const int e = all.take(found);
+    float value = 0.f;
+#pragma unroll
+    for (int j = 0; j < kMany; j++)
+      if (j == e >> 5) value = score[j];
+    value = __shfl_sync(kAll, value, e & 31);
+    if (lane == k) own = value, id = e;
+  }
+  const bool real = lane < p.choices;
+  if (p.score == kLogits) {
+    const float top = warp_max(real ? own : -INFINITY), raised = real ? __expf(own - top) : 0.f;
+    own = raised / warp_sum(raised);
+  }
+  if (p.renormalise) own = own / (warp_sum(real ? own : 0.f) + 1e-20f);
+  if (!real) return;
+  p.ids[static_cast<size_t>(row) * p.choices + lane] = id;
+  p.weights[static_cast<size_t>(row) * p.choices + lane] = own * p.scale;
+}
+
+// A tile's 16 rows: 8 experts (rows 0-3 and 8-11), 4 units of the shared expert (gates 4-7, ups 12-15).
+struct Shares {
+  int expert, experts_end, unit, units_end;
+  __device__ __forceinline__ explicit Shares(const Router &p)
+      : expert(share_begin(p.experts, blockIdx.x)), experts_end(share_begin(p.experts, blockIdx.x + 1)),
+        unit(share_begin(p.width, blockIdx.x)), units_end(share_begin(p.width, blockIdx.x + 1)) {}
+  __device__ __forceinline__ int tiles() const { return max((experts_end - expert + 7) / 8, (units_end - unit + 3) / 4); }
+};
+
+// Products of one tile: thread (component, lane) as in sum_partials.
+template <int kThreads>
+__device__ __forceinline__ void store_routed(const Router &p, const Shares &s, int tile, const float *red) {
+  if (threadIdx.x >= 128) return;
+  const int which = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2;
+  const int row = blockIdx.y * kRows + 2 * (lane & 3) + (which & 1);
+  if (row >= p.rows) return;
+  if (g < 4) {
+    const int e = s.expert + tile * 8 + g + (which & 2 ? 4 : 0);
+    if (e >= s.experts_end) return;
+    const float v = sum_partials<kThreads>(red, which, lane);
+    p.logits[static_cast<size_t>(row) * p.experts + e] = p.bias ? v + __bfloat162float(p.bias[e]) : v;
+  } else if (which < 2) {
+    const int i = s.unit + tile * 4 + g - 4;
+    if (i >= s.units_end) return;
+    const float v = silu(sum_partials<kThreads>(red, which, lane)) * sum_partials<kThreads>(red, which + 2, lane);
+    p.hidden[static_cast<size_t>(row) * p.width + i] = __float2bfloat16(v);
+  }
+}
+
+template <int kThreads, int kPieces>
+__global__ void __launch_bounds__(kThreads, 1) route(Router p) {
+  constexpr int kWarps = kThreads / 32;
+  extern __shared__ uint4 ring_memory[];
+  __shared__ float red[2][4 * kThreads];
+  __shared__ float partial[kWarps * kRows];
+  __shared__ uint4 gains[kThreads / 8 * kPieces];
+  __shared__ bool last;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2;
+  const int column = warp * kPieces * kPiece + (lane & 3) * 8, row = blockIdx.y * kRows + g;
+  const Shares shares(p);
+  auto aim = [&](int tile, const bf16 *&top, const bf16 *&bottom, bool &has_top, bool &has_bottom) {
+    if (g < 4) {
+      const int e = shares.expert + tile * 8 + g;
+      has_top = e < shares.experts_end;
+      has_bottom = e + 4 < shares.experts_end;
+      top = p.gate + static_cast<size_t>(e) * p.columns + column;
+      bottom = top + 4 * p.columns;
+    } else {
+      const int i = shares.unit + tile * 4 + g - 4;
+      has_top = has_bottom = i < shares.units_end;
+      top = p.shared + static_cast<size_t>(i) * p.columns + column;
+      bottom = top + static_cast<size_t>(p.width) * p.columns;
+    }
+  };
+  Stream<kThreads, kPieces, decltype(aim)> stream(ring_memory, aim, shares.tiles());
+#pragma unroll 1
+  for (int i = threadIdx.x; i < p.columns / 8; i += kThreads) gains[i] = load_weights(p.gamma + i * 8);
+  wait_for_predecessor();
+  launch_dependents();
+  uint4 b[kPieces];
+  load_group(b, p.x + static_cast<size_t>(row) * p.columns + column, row < p.rows);
+  __syncthreads();
+  norm_group<kWarps>(b, reinterpret_cast<const bf16 *>(gains) + column, partial, p.columns, p.eps);
+#pragma unroll
+  for (int i = 0; i < kPieces; i++) // the normed rows are written by all blocks together
+    if ((warp * kPieces + i) % gridDim.x == blockIdx.x && row < p.rows)
+      *reinterpret_cast<uint4 *>(p.normed + static_cast<size_t>(row) * p.columns + column + i * kPiece) = b[i];
+#pragma unroll 1
+  for (int tile = 0; tile < shares.tiles(); tile++) {
+    store_partial<kThreads>(red[tile & 1], stream.multiply(b));
+    __syncthreads();
+    store_routed<kThreads>(p, shares, tile, red[tile & 1]);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = arrive(p.arrivals + blockIdx.y) == gridDim.x - 1;
+    if (last) p.arrivals[blockIdx.y] = 0;
+  }
+  __syncthreads();
+  if (!last) return;
+#pragma unroll 1
+  for (int r = warp; r < min(kRows, p.rows - static_cast<int>(blockIdx.y) * kRows); r += kWarps) choose_row(p, blockIdx.y * kRows + r);
+}
+
+template <int kThreads, int kPieces>
+inline cudaError_t launch_route(const Router &p, int blocks, cudaStream_t stream) {
+  const int most = p.experts > p.width ? p.experts : p.width;
+  const dim3 grid(most < blocks ? most : blocks, (p.rows + kRows - 1) / kRows);
+  return launch(route<kThreads, kPieces>, grid, kThreads, kRingBytes<kThreads, kPieces>, stream, 1, p);
+}
+
+inline cudaError_t routed(const Router &p, int blocks, cudaStream_t stream) {
+  if (p.experts > kRouted || p.choices > 32 || p.choices > p.experts || p.groups > 32) return cudaErrorInvalidValue;
+  switch (p.columns) {
+  case 256: return launch_route<256, 1>(p, blocks, stream);
+  case 512: return launch_route<256, 2>(p, blocks, stream);
+  case 2048: return launch_route<256, 8>(p, blocks, stream);
+  case 2880: return launch_route<480, 6>(p, blocks, stream);
+  case 4096: return launch_route<512, 8>(p, blocks, stream);
+  case 5120: return launch_route<512, 10>(p, blocks, stream);
+  case 7168: return launch_route<512, 14>(p, blocks, stream);
+  default: return cudaErrorInvalidValue;
+  }
+}
+
+} // namespace eagle3
