@@ -132,12 +132,14 @@ def predicted(run: dict) -> Canvas | None:
     bars = list(zip(*map(_spread, measured), strict=True))
     axis.errorbar([f["value"] for f in measured], shapes, xerr=bars, fmt="o", color=BLUE, capsize=3, label="measured")
     axis.plot(guesses, shapes, "D", color=RED, mfc="none", ms=8, label="predicted")
+    parts = {f"cycle_of_parts.{s}": s for s in shapes if f"cycle_of_parts.{s}" in found}
+    axis.plot([found[name]["value"] for name in parts], [*parts.values()], "x", color=GREEN, ms=8, label="by its parts")
     widest = max(*guesses, *(f["p90"] or f["value"] for f in measured))
     for shape, f, guess in zip(shapes, measured, guesses, strict=True):
         axis.text(widest * 1.06, shape, f"{100 * (guess / f['value'] - 1):+.0f} %", va="center", fontsize=11.5)
     axis.set(xlabel="ms a cycle", ylabel="shape", xlim=(0, widest * 1.25))
     axis.invert_yaxis()
-    canvas.legend(loc="outside upper center", ncols=2)
+    canvas.legend(loc="outside upper center", ncols=3)
     return canvas
 
 

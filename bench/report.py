@@ -35,8 +35,9 @@ TITLES = {
     ),
     "predicted": (
         "Predicted and measured cycles",
-        "The prediction adds up stage times; where it is right, speed can be foretold for shapes and accept "
-        "lengths that nobody has run.",
+        "Predicted: what a table of costs says that was measured apart from the run, as the engine measures one to "
+        "choose its shape. By its parts: the sum of stage times and of what the cycles of other shapes take besides; "
+        "where that is right, speed can be foretold for shapes that nobody has run.",
     ),
     "acceptance": (
         "How many guesses are kept",

@@ -1,7 +1,8 @@
 """`python -m bench.sweep`: which shape is fastest on real prompts, beside plain decoding in the same process.
 
-Plain decoding and all shapes take turns prompt by prompt, so that drift favours none; a stamped run of each a round
-makes the cost table behind the predictions. Exit codes: 0; 2 for what is refused, a baseline of other settings too.
+Plain decoding and all shapes take turns prompt by prompt, so that drift favours none; the cost table behind the
+predictions is measured beside them as `--shape auto` measures it. Exit codes: 0; 2 for what is refused, a baseline of
+other settings too.
 """
 
 import argparse
@@ -11,10 +12,9 @@ import sys
 import torch
 from tqdm import tqdm
 
-from engine import Engine
+from engine import Engine, measure
 from engine.auto import GRID
 from engine.compare import Taken, turns
-from engine.cost import CostTable
 from engine.options import DEMO, Parser, least, number
 from engine.shape import PLAIN, Shape
 from weights.config import Refused
@@ -104,19 +104,22 @@ def grid(o) -> tuple[list[Shape], list[str]]:
     return shapes, left_out
 
 
-def rounds(o, engine: Engine, prompts: list[list[int]], oracle: Oracle | None, bar) -> tuple[dict, stages.Timed, dict]:
+def rounds(o, engine: Engine, prompts: list[list[int]], oracle: Oracle | None, bar) -> tuple:
     """Decode every prompt with every shape, `o.rounds` times; each round and prompt begins with another shape.
 
     Returns:
-        {Shape: Taken} of runs without stamps, stage times of one stamped prompt a round, and {Shape: [Result]} of the
-        first round.
+        {Shape: Taken} of runs without stamps, stage times of one stamped prompt a round, {Shape: [Result]} of the first
+        round, and the CostTable behind the predictions, of which every round begins with a turn.
     """
     shapes, timed = [PLAIN, *o.shapes], stages.Timed()
     stages.warm(engine, prompts[0], shapes)
     taken, how = {shape: Taken() for shape in shapes}, stages.sampling(o.new_tokens)
     first = {shape: [] for shape in o.shapes + [PLAIN]}
     plain = [engine.generate(prompt, how, shape=PLAIN).token_ids for prompt in prompts]
+    costs = measure.Costs(engine, shapes, 1, prompts[0], mixed=False)
     for turn, at, shape in turns(shapes, len(prompts), o.rounds):
+        if len(costs.whole[PLAIN]) == turn:
+            costs.turn()
         aim(o, oracle, shape, [*prompts[at], *plain[at]])
         result = engine.generate(prompts[at], how, shape=shape)
         taken[shape].add(turn, [result], result.decode_ms, [plain[at]])
@@ -125,7 +128,7 @@ def rounds(o, engine: Engine, prompts: list[list[int]], oracle: Oracle | None, b
         bar.update(1)
         if at == turn % len(prompts):
             stages.stamped(engine, prompts[at], o.new_tokens, [shape], 1, bar, timed)
-    return taken, timed, first
+    return taken, timed, first, costs.table()
 
 
 def aim(o, oracle: Oracle | None, shape: Shape, text: list[int]) -> None:
@@ -172,9 +175,9 @@ def run(o, command: str) -> list[str]:
     with tqdm(
         total=len(shapes) * o.rounds * (1 + len(prompts)), desc="sweep", unit="", disable=None, leave=False
     ) as bar:
-        taken, timed, first = rounds(o, engine, prompts, oracle, bar)
+        taken, timed, first, table = rounds(o, engine, prompts, oracle, bar)
     label = f"{SYNTHETIC}; " if synthetic(o) else ""
-    found = {f.name: f for f in figures(taken, CostTable.of_stages(timed.series), timed, label)}
+    found = {f.name: f for f in figures(taken, table, timed, label)}
     if parts.text is not None and not synthetic(o):
         found |= {f.name: f for f in by_class({s: first[s] for s in o.shapes}, parts.text.decode)}
     advice = recommendation(found)

@@ -6,7 +6,7 @@ Nothing here measures; all times are milliseconds.
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -98,26 +98,26 @@ class CostTable:
     catch_up: dict[int, float] = field(default_factory=dict)
 
     @classmethod
-    def of_stages(cls, stages: Mapping[Shape, Mapping[str, Sequence[float]]], **more) -> "CostTable":
-        """From stamped cycles, {Shape: {stage, `cycle` and `gap`: [ms]}}, plain decoding among them: verify by rows,
-        the first draft pass and later ones by topk, the rest of each shape by itself. more: other fields."""
-        shapes = [shape for shape in stages if shape != PLAIN]
-        median = {s: {n: statistics.median(v) if v else 0.0 for n, v in stages[s].items()} for s in stages}
-        by_rows = {}
+    def of_stages(cls, stages: Mapping[Shape, Mapping[str, Sequence[float]]], whole: Mapping[Shape, float], **more):
+        """From stamped cycles, {Shape: {"draft" and "verify": [ms]}}, and from whole ones without stamps, {Shape: ms},
+        plain decoding among them: verify by rows, the first draft pass and later ones by topk; the rest of each shape
+        is what its whole cycle takes besides. more: other fields."""
+        shapes, by_rows = [shape for shape in whole if shape != PLAIN], {}
         for shape in shapes:
             by_rows.setdefault(shape.draft_tokens, []).extend(stages[shape]["verify"])
         widths = sorted({shape.topk for shape in shapes})
         matrix = [[1.0, *((s.steps - 1.0) * (s.topk == k) for k in widths)] for s in shapes]
-        extend, *steps = np.linalg.lstsq(np.array(matrix), [median[s]["draft"] for s in shapes], rcond=None)[0]
-        return cls(
-            plain=median[PLAIN]["cycle"] + median[PLAIN]["gap"],
+        drafts = [statistics.median(stages[s]["draft"]) for s in shapes]
+        extend, *steps = np.linalg.lstsq(np.array(matrix), drafts, rcond=None)[0]
+        table = cls(
+            plain=whole[PLAIN],
             verify={n: statistics.median(values) for n, values in by_rows.items()},
-            rest={s: median[s]["accept"] + median[s]["commit"] + median[s]["gap"] for s in shapes},
             extend=float(extend),
             step={k: float(x) for k, x in zip(widths, steps, strict=True)},
             shapes=tuple(shapes),
             **more,
         )
+        return replace(table, rest={s: whole[s] - table.cycle(s) for s in shapes})
 
     @property
     def fit(self) -> Fit:
@@ -143,13 +143,19 @@ class CostTable:
         return self.extend + (shape.steps - 1) * step
 
     def cycle(self, shape: Shape) -> float:
-        """Predicted ms of a whole cycle."""
+        """Predicted ms of a whole cycle: where it was measured, that."""
+        if isinstance(self.rest, dict) and shape in self.rest:
+            return self.verify_ms(shape.draft_tokens) + self.draft_ms(shape) + self.rest[shape]
+        return self.of_parts(shape)
+
+    def of_parts(self, shape: Shape) -> float:
+        """Predicted ms of a whole cycle as if it had not been measured: verify of so many rows, the draft passes, and
+        what the cycles of other shapes take besides."""
         if shape == PLAIN:
             return self.plain
-        if isinstance(self.rest, dict):
-            rest = self.rest.get(shape, sum(self.rest.values()) / max(1, len(self.rest)))
-        else:
-            rest = self.rest
+        rest = self.rest
+        if isinstance(rest, dict):
+            rest = statistics.median([ms for s, ms in rest.items() if s != shape] or [0.0])
         return self.verify_ms(shape.draft_tokens) + self.draft_ms(shape) + rest
 
     def catch_up_ms(self, rows: int) -> float:
@@ -189,14 +195,15 @@ def _times(raw: object, where: str, key: str) -> dict[int, float]:
     if not isinstance(raw, dict) or not raw:
         raise Refused(f"{where}: key '{key}' is {raw!r}; supported: {{rows: number}}, at least one")
     for rows, value in raw.items():
-        if not rows.isdecimal() or int(rows) < 1 or not _positive(value):
+        if not rows.isdecimal() or int(rows) < 1 or not _number(value):
             raise Refused(f"{where}: key '{key}' has {rows!r}: {value!r}; supported: rows from 1, numbers above 0")
     return {int(rows): float(value) for rows, value in raw.items()}
 
 
-def _positive(value: object, least: float = 0.0) -> bool:
+def _number(value: object, above: float = 0.0, least: float = math.inf) -> bool:
+    """Whether it is a finite number greater than `above`, or `least` or more."""
     ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return ok and (value > least or (least < 0 and value >= 0))
+    return ok and (value > above or value >= least)
 
 
 def table_of(raw: dict, where: str) -> CostTable:
@@ -206,12 +213,15 @@ def table_of(raw: dict, where: str) -> CostTable:
     unknown = sorted(set(raw) - KEYS)
     if unknown:
         raise Refused(f"{where}: key '{unknown[0]}' is unknown; supported: {', '.join(sorted(KEYS))}")
-    if not _positive(raw.get("plain")):
+    if not _number(raw.get("plain")):
         raise Refused(f"{where}: key 'plain' is {raw.get('plain')!r}; supported: milliseconds above 0")
     own = raw["rest"] if isinstance(raw.get("rest"), dict) else {}
-    for key, value in (("rest", 0 if own else raw.get("rest", 0)), ("extend", raw.get("extend", 0)), *own.items()):
-        if not _positive(value, -1):
+    for key, value in (("rest", 0 if own else raw.get("rest", 0)), ("extend", raw.get("extend", 0))):
+        if not _number(value, least=0):
             raise Refused(f"{where}: key '{key}' is {value!r}; supported: milliseconds from 0")
+    for name, value in own.items():  # what a shape takes less than its parts say is below 0
+        if not _number(value, -math.inf):
+            raise Refused(f"{where}: key 'rest' has {name!r}: {value!r}; supported: milliseconds")
     verify = _times(raw.get("verify"), where, "verify")
     step = _times(raw["step"], where, "step") if "step" in raw else {}
     experts = _times(raw["experts"], where, "experts") if "experts" in raw else None

@@ -1,10 +1,11 @@
-"""What cycles cost on this machine: measured by their own stamps when a shape is to choose itself, and kept in the
-user's cache directory for the next start of the same pair on the same machine with the same code."""
+"""What cycles cost on this machine, host and all, stages by stamps: measured when a shape is to choose itself, and
+kept in the cache directory of the user for the next start of the same pair on the same machine with the same code."""
 
 import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import random
 import tempfile
@@ -22,8 +23,9 @@ from .report import environment
 from .request import Sampling
 from .shape import PLAIN
 
-ROUNDS, CYCLES, SKIPPED = 2, 12, 2  # rounds over all shapes, cycles in each, the first of them left out
-PASSES = 10  # catch-ups timed
+ROUNDS, CYCLES, SKIPPED = 3, 8, 2  # rounds over all shapes, cycles in each at least, the first of them left out
+ENOUGH, MOST = 20.0, 56  # ms of plain decoding in a round, where MOST cycles last as long
+PASSES = 10  # catch-ups in a row
 ROWS = 48  # tokens of the prompt
 TEXT = (
     "The committee met on Tuesday to discuss the plans for the new bridge. Its chair, who had worked on three others, "
@@ -47,22 +49,45 @@ def table(engine, shapes, batch):
 
 
 def measured(engine, shapes, batch):
-    """A CostTable of this moment: every shape in turn, twice over."""
-    stages, drafting = {}, [shape for shape in shapes if shape != PLAIN]
-    for turn in range(ROUNDS):
-        for shape in (PLAIN, *drafting) if turn % 2 == 0 else (*reversed(drafting), PLAIN):
-            own = stages.setdefault(shape, {})
-            for name, values in _cycles(engine, shape, drafting, batch).items():
-                own.setdefault(name, []).extend(values[SKIPPED:] or values)
-    engine.programs.drop_stamped()
-    rows = sorted({shape.draft_tokens for shape in drafting})
-    verify = [median(x for s in drafting if s.draft_tokens == n for x in stages[s]["verify"]) for n in rows]
-    whole = [median(stages[s]["cycle"]) + median(stages[s]["gap"] or [0.0]) for s in (PLAIN, *drafting)]
-    passes = [_catch_up(engine, batch, width) for width in CATCH_UP]
-    numbers = iter(_most(engine, [*verify, *whole, *passes]))
-    verify, plain = {n: next(numbers) for n in rows}, next(numbers)
-    rest = {s: max(0.0, next(numbers) - verify[s.draft_tokens]) for s in drafting}
-    return CostTable(plain, verify, rest, shapes=tuple(drafting), catch_up={w: next(numbers) for w in CATCH_UP})
+    """A CostTable of this moment."""
+    costs = Costs(engine, shapes, batch)
+    for _ in range(ROUNDS):
+        costs.turn()
+    return costs.table()
+
+
+class Costs:
+    """What cycles of some shapes cost, measured turn by turn, so that what else happens beside them shows in both.
+
+    prompt: token ids, None for a short text. mixed: plain cycles are those of a session in which any shape may come
+    next, which keep what the drafter has yet to see; else those of plain decoding alone.
+    """
+
+    def __init__(self, engine, shapes, batch, prompt=None, mixed=True):
+        self.drafting = [shape for shape in shapes if shape != PLAIN]
+        self.how = engine, self.drafting if mixed else (), batch, prompt or _prompt(engine)
+        self.engine, self.batch, self.whole = engine, batch, {shape: [] for shape in (PLAIN, *self.drafting)}
+        began = _whole(*self.how, PLAIN, CYCLES)
+        self.cycles = engine.parts.tp.word(lambda: max(CYCLES, min(MOST, math.ceil(ENOUGH / began))))
+
+    def turn(self):
+        """Whole cycles of every shape; every other turn goes backwards."""
+        back = len(self.whole[PLAIN]) % 2
+        for shape in reversed(self.whole) if back else self.whole:
+            self.whole[shape].append(_whole(*self.how, shape, self.cycles))
+
+    def table(self):
+        """The CostTable, once stamps have said how a cycle of each shape splits. Ranks agree on it."""
+        parts = []
+        for shape in self.drafting:
+            series = _stamped(*self.how, shape)
+            parts += [median(series[name][SKIPPED:] or series[name]) for name in ("draft", "verify")]
+        self.engine.programs.drop_stamped()
+        passes = [_catch_up(self.engine, self.batch, width) for width in CATCH_UP]
+        numbers = iter(_most(self.engine, [*map(median, self.whole.values()), *parts, *passes]))
+        whole = {shape: next(numbers) for shape in self.whole}
+        stages = {shape: {"draft": [next(numbers)], "verify": [next(numbers)]} for shape in self.drafting}
+        return CostTable.of_stages(stages, whole, catch_up={width: next(numbers) for width in CATCH_UP})
 
 
 def _most(engine, numbers):
@@ -70,15 +95,34 @@ def _most(engine, numbers):
     return [max(each) for each in zip(*engine.parts.tp.every(numbers), strict=True)]
 
 
-def _cycles(engine, shape, drafting, batch):
-    """{stage: [ms]} of some cycles of one shape, as they run when others may follow them."""
+def _run(engine, others, batch, prompt, shape, profile=None):
+    """The events of MOST cycles of one shape, or of as many as there is room for, at `batch` requests."""
     room = engine.pool.size * engine.options.page_size // batch
-    most = max(2, min(CYCLES * shape.path + 1, room - ROWS - 2 * engine.options.reserve))
-    sampling, profile = Sampling(max_new_tokens=most, ignore_eos=True), Profile()
-    events = engine.run([_prompt(engine)] * batch, [sampling] * batch, Fixed(shape, drafting), profile=profile)
-    with contextlib.closing(events):
+    most = max(2, min(MOST * shape.path + 1, room - len(prompt) - 2 * engine.options.reserve))
+    sampling = Sampling(max_new_tokens=most, ignore_eos=True)
+    return engine.run([prompt] * batch, [sampling] * batch, Fixed(shape, others), profile=profile)
+
+
+def _whole(engine, others, batch, prompt, shape, cycles):
+    """ms from one cycle's tokens to the next one's as the host sees them: the device's time, gaps between cycles, and
+    whatever of the host's own work is not hidden behind it."""
+    times = []
+    with contextlib.closing(_run(engine, others, batch, prompt, shape)) as events:
+        for event in events:
+            if event.request.index == 0:
+                times.append(time.perf_counter())
+            if len(times) > cycles:
+                break
+    first = min(SKIPPED, len(times) - 2)
+    return (times[-1] - times[first]) * 1e3 / (len(times) - 1 - first)
+
+
+def _stamped(engine, others, batch, prompt, shape):
+    """{stage: [ms]} of some cycles of one shape by their own stamps."""
+    profile = Profile()
+    with contextlib.closing(_run(engine, others, batch, prompt, shape, profile)) as events:
         for _ in events:
-            if len(profile.rows) >= CYCLES:
+            if len(profile.rows) >= SKIPPED + CYCLES:
                 break
     return profile.series()
 
@@ -94,16 +138,16 @@ def _prompt(engine):
 
 
 def _catch_up(engine, batch, width):
-    """Median ms of a catch-up's pass; all its rows are padding, which costs what others cost."""
-    program, device = engine.programs.catch_up(batch, engine.drafter, width), engine.parts.device
-    times = []
-    for _ in range(PASSES + SKIPPED):
+    """ms of a catch-up's pass between others; all its rows are padding, which costs what others cost."""
+    program, device, times = engine.programs.catch_up(batch, engine.drafter, width), engine.parts.device, []
+    for _ in range(1 + ROUNDS):
         _wait(device)
         began = time.perf_counter()
-        engine.graphs.run(program, batch, "catch-up", program.stages)
+        for _ in range(PASSES):
+            engine.graphs.run(program, batch, "catch-up", program.stages)
         _wait(device)
-        times.append((time.perf_counter() - began) * 1e3)
-    return median(times[SKIPPED:])
+        times.append((time.perf_counter() - began) * 1e3 / PASSES)
+    return median(times[1:])
 
 
 def _wait(device):

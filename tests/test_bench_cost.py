@@ -1,13 +1,14 @@
 """The model of a cycle: `python -m bench.cost`, and which kept runs may be compared."""
 
 import json
+import math
 
 import pytest
 
 from bench import cost, reading, results
 from bench.results import Figure, Workload
 from engine import Shape
-from engine.cost import CostTable, Fit, distinct
+from engine.cost import CostTable, Fit, distinct, json_of, table_of
 from weights.config import Refused
 
 DEPLOYMENT = {"plain": 11.1, "verify": {"6": 28.7, "3": 25.6}, "rest": 1.2}
@@ -81,6 +82,20 @@ def test_a_cycle_is_the_sum_of_its_parts():
     assert table.verify_ms(8) == pytest.approx(15 + 4 * 15 / 12)
 
 
+def test_a_whole_cycle_is_believed_before_its_stages():
+    """Stamps cost time and break overlap; a shape that was not measured gets what others take besides. Mutants: the sum
+    of stages for a shape that was measured; its own rest in what is said of its parts; a rest below 0 cut off."""
+    shapes = [Shape.parse(text) for text in ("1-1-2", "3-1-4", "2-4-8")]
+    stages = {s: {"draft": [0.2 + 0.1 * (s.steps - 1)], "verify": [1 + 0.1 * s.draft_tokens]} for s in shapes}
+    whole = dict(zip([Shape(0, 1, 1), *shapes], (0.9, 1.5, 1.7, 2.0), strict=True))
+    table = CostTable.of_stages(stages, whole)
+    assert {s: table.cycle(s) for s in whole} == pytest.approx(whole)
+    assert list(table.rest.values()) == pytest.approx([0.1, -0.1, -0.1])
+    assert table.of_parts(shapes[0]) == pytest.approx(1.4 - 0.1) and table.of_parts(shapes[1]) == pytest.approx(1.8)
+    assert table.cycle(Shape(2, 1, 3)) == table.of_parts(Shape(2, 1, 3)) == pytest.approx(1.3 + 0.3 - 0.1)
+    assert table_of(json_of(table), "x") == table
+
+
 @pytest.mark.parametrize(
     "table, said",
     [
@@ -90,6 +105,7 @@ def test_a_cycle_is_the_sum_of_its_parts():
         ({"plain": 1, "verify": {"3": True}}, "True"),
         ({"plain": 1, "verify": {"1": 1}}, "no shape drafts"),
         ({"plain": 1, "verify": {"3": 1}, "rest": -1}, "key 'rest' is -1"),
+        ({"plain": 1, "verify": {"3": 1}, "rest": {"2-1-3": math.inf}}, "key 'rest' has '2-1-3'"),
         ({"plain": 1, "verify": {"3": 1}, "restt": 1}, "'restt' is unknown"),
         ({"plain": 1, "verify": {"3": 1}, "shapes": ["3-1-9"]}, "draft_tokens is 9"),
         ("[1]", "list"),

@@ -134,6 +134,7 @@ def test_a_draft_that_is_always_wrong_loses(tmp_path, capsys):
     assert "recommended: plain decoding" in capsys.readouterr().out
     run = reading.read(path)
     assert reading.value(run, "speedup.7-1-8") < 1 and reading.value(run, "accept_length.7-1-8") == 1
+    assert reading.value(run, "predicted_cycle.7-1-8") > 0 and reading.value(run, "predicted_cycle.0-1-1") > 0
     assert reading.value(run, "identical.7-1-8") == 1 and reading.value(run, "accept_rate.7-1-8.1") == 0
     assert "SYNTHETIC" in run["workload"]["routing"]
     labelled = [f for f in run["figures"] if f["name"].startswith(("tokens_per_s", "speedup", "accept_", "recomm"))]
