@@ -166,11 +166,11 @@ class Session:
         cycle = self.programs.cycle(self.batch, shape, self.drafter, detail=keep, stamped=stamped, rule=self.rule)
         self.programs.graphs.run(cycle, self.batch, shape, Cycle.stages)
         self.lag = shape.path if shape != PLAIN else self.lag + 1
+        branch = self.chooser.look(cycle.tree)  # its copy must have arrived when the event has
         row = self.launched % self.state.AHEAD
         self.launched += 1
         if self.ends[row] is not None:
             self.ends[row].record()
-        branch = self.chooser.look(cycle.tree)
         report = Report(self.state.host[row], self.ends[row], list(self.slots), shape, behind, branch)
         if self.detail:
             report.tree = {n: getattr(cycle.tree, n).clone() for n in DETAILS}
