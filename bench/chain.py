@@ -49,7 +49,7 @@ class Chain:
     def pieces(self):
         """{name: function(layer, rows) -> rows}."""
         return {
-            "attention": lambda layer, x: layer.attention(x, x, *self.sees(layer)),
+            "attention": lambda layer, x: layer.attention(x, x, *self.sees(layer), layer.mlp.norm)[0],
             "mlp": lambda layer, x: layer.mlp(x),
             "layer": lambda layer, x: layer(x, x, *self.sees(layer)),
         }

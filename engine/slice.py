@@ -36,6 +36,10 @@ class Slice(TP):
         """residual + this rank's part; in its own kernel, as on one device."""
         return product(residual)
 
+    def add_and_norm(self, residual, product, norm):
+        """As `add`; what follows norms its rows itself."""
+        return product(residual), None
+
     def follow(self, x):
         """x is this rank's own."""
 

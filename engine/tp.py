@@ -157,6 +157,10 @@ class Library:
             residual = torch.nn.functional.pad(residual, (0, 0, 0, share * self.size - rows))[start : start + share]
         return self.gather(self.total(mine.view(self.size, share, -1), residual)).flatten(0, 1)[:rows]
 
+    def sum_and_norm(self, x, residual, weight, eps):
+        """`sum`, and None: after a library's sum a norm is cheapest in the kernel that reads its rows."""
+        return self.sum(x, residual), None
+
     def check(self):
         """A library's own errors are raised where they occur."""
 
@@ -193,6 +197,13 @@ class TP:
         if self.size == 1:
             return product(residual)
         return self.links.sum(product(None), residual)
+
+    def add_and_norm(self, residual, product, norm):
+        """`add`, and what the norm that follows (layers.norm.Norm) makes of it where that comes with the sum, else
+        None: what follows norms its rows itself then."""
+        if self.size == 1:
+            return product(residual), None
+        return self.links.sum_and_norm(product(None), residual, norm.weight, norm.eps)
 
     def all_gather(self, x, dim=-1):
         """Shares of all ranks side by side along `dim`, in rank order."""

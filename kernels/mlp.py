@@ -10,7 +10,8 @@ from .tile import groups, inverse_rms, product, tile_of
 
 
 def reference(x, norm_weight, eps, gate_up, down, activation, residual=None):
-    """x [N, D], norm_weight [D], gate_up [2I, D] (gate first), down [D, I] -> [N, D] = MLP(norm(x)) (+ residual)."""
+    """x [N, D], norm_weight [D] or None (x comes normed), gate_up [2I, D] (gate first), down [D, I] -> [N, D] =
+    MLP(norm(x)) (+ residual)."""
     gate, up = (norm.reference(x, norm_weight, eps).float() @ gate_up.float().T).chunk(2, -1)
     return linear.reference(ACTIVATIONS[activation](gate, up).to(x.dtype), down, None, residual)
 
@@ -23,7 +24,7 @@ def halves(y, BO: tl.constexpr, BR: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _gate_up(
-    x_ptr, norm_ptr, eps, w_ptr, h_ptr, rows, width, columns, ACTIVATION: tl.constexpr,
+    x_ptr, norm_ptr, eps, w_ptr, h_ptr, rows, width, columns, ACTIVATION: tl.constexpr, NORM: tl.constexpr,
     BO: tl.constexpr, SPLIT: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (i, r): BO/2 gated units of row tile r: h = act(gate) * up of norm(x)."""
@@ -33,10 +34,12 @@ def _gate_up(
     row = tl.program_id(1) * BR + tl.arange(0, BR)
     live = row < rows
     start = row.to(tl.int64) * columns
-    scale = inverse_rms(x_ptr, start, live, columns, eps, BR, 64 * SPLIT)
+    scale = tl.zeros([BR], tl.float32)
+    if NORM:
+        scale = inverse_rms(x_ptr, start, live, columns, eps, BR, 64 * SPLIT)
     outs = unit + m // half * width
     y = product(
-        x_ptr, start, live, scale, norm_ptr, w_ptr, outs, unit < width, columns, True, BO, SPLIT, BK, BR, STAGES
+        x_ptr, start, live, scale, norm_ptr, w_ptr, outs, unit < width, columns, NORM, BO, SPLIT, BK, BR, STAGES
     )
     gate, up = halves(y, half, BR)
     unit = tl.program_id(0) * half + tl.arange(0, half)
@@ -50,8 +53,9 @@ def fused(x, norm_weight, eps, gate_up, down, activation, residual=None):
     (rows, columns), width, x = x.shape, down.shape[1], x.contiguous()
     h, tile = x.new_empty(rows, width), tile_of(x.dtype, columns, outputs=32)
     _gate_up[(triton.cdiv(width, tile.outputs // 2), groups(rows))](
-        x, norm_weight, eps, gate_up, h, rows, width, columns, ACTIVATION=activation, **tile.constants, **tile.options
-    )
+        x, norm_weight, eps, gate_up, h, rows, width, columns, ACTIVATION=activation, NORM=norm_weight is not None,
+        **tile.constants, **tile.options,
+    )  # fmt: skip
     return linear.fused(h, down, None, residual)
 
 
@@ -63,5 +67,7 @@ def specimens():
             tile = tile_of(dtype, columns, outputs=32)
             types = dict.fromkeys(("x_ptr", "norm_ptr", "w_ptr", "h_ptr"), name) | {"eps": "fp32"}
             types |= dict.fromkeys(("rows", "width", "columns"), "i32")
-            cases.append((_gate_up, types, tile.constants | {"ACTIVATION": "silu"}, tile.options))
+            for given in (True, False):
+                constants = tile.constants | {"ACTIVATION": "silu", "NORM": given}
+                cases.append((_gate_up, types, constants, tile.options))
     return cases

@@ -172,7 +172,8 @@ class Library:
 
     def mlp(self, x, norm_weight, eps, gate_up, down, activation, residual=None):
         """The twin of REFERENCE.mlp."""
-        if activation != "silu" or not (_projects(x.shape[1], True) and _projects(down.shape[1], False)):
+        fits = _projects(x.shape[1], norm_weight is not None) and _projects(down.shape[1], False)
+        if activation != "silu" or not fits:
             return self.base.mlp(x, norm_weight, eps, gate_up, down, activation, residual)
         hidden = self.project(x, norm_weight, eps, gate_up, None, None, gated=True)
         return self.project(hidden, None, 0.0, down, None, residual)

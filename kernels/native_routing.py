@@ -37,7 +37,8 @@ def launched(library, x, norm_weight, eps, gate, rule, bias, correction, shared=
     rows (None without one)."""
     (rows, columns), (experts, k), x = x.shape, (gate.shape[0], rule.top_k), x.contiguous()
     width = 0 if shared is None else shared.shape[0] // 2
-    normed, hidden = torch.empty_like(x), None if shared is None else x.new_empty(rows, width)
+    normed = x if norm_weight is None else torch.empty_like(x)
+    hidden = None if shared is None else x.new_empty(rows, width)
     ids = torch.empty(rows, k, dtype=torch.int64, device=x.device)
     weights, logits = (
         torch.empty(*size, dtype=torch.float32, device=x.device) for size in ((rows, k), (groups(rows) * 8, experts))

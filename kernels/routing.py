@@ -53,8 +53,8 @@ def reference(x, norm_weight, eps, gate, rule, bias=None, correction=None):
     """Choose experts for every row.
 
     Args:
-        x: [N, D] residual stream; norm_weight: [D]; gate: [E, D]; rule: Routing; bias: [E], of the logits, or None;
-        correction: [E] fp32 or None, added to the scores for the choice alone.
+        x: [N, D] residual stream; norm_weight: [D], or None where x comes normed; gate: [E, D]; rule: Routing;
+        bias: [E], of the logits, or None; correction: [E] fp32 or None, added to the scores for the choice alone.
 
     Returns:
         normed [N, D] (the experts' input), ids [N, k] int64 in descending order of what they were chosen by (equals:

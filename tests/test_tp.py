@@ -7,14 +7,18 @@ import re
 import pytest
 import torch
 from families import VARIANTS, checkpoint
+from latent_toys import deepseek
 from oracles import Replay
 from test_formats import CASES as PACKED
 from test_formats import checkpoints
+from test_llama import VARIANTS as LLAMAS
+from test_llama import checkpoint as llama
 from toys import KV_HEADS, V, one_line, pair
 
 import weights.checkpoint
 from engine import Refused, Sampling, Shape, loading, spawn
-from engine.tp import TP
+from engine.tp import TP, Library
+from kernels import peers
 
 SHAPES = [Shape(0, 1, 1), Shape(3, 1, 4), Shape(4, 4, 16)]
 FAMILIES = ("mixtral windowed, tied", "glm groups", "gpt-oss")
@@ -130,6 +134,33 @@ def test_every_family(toys, tmp_path, size):
     ranks = spawn(record, size, size, cases)
     for number, (want, *_) in enumerate(record(1, cases)):
         same(want, [rank[number][0] for rank in ranks])
+
+
+def normed_sums(size, cases):
+    """`record` where sums bring the norm that follows, as peer memory does."""
+
+    def sum_and_norm(self, x, residual, weight, eps):
+        brought.append(len(x))
+        return peers.reference(self.gather(x), residual, weight, eps)
+
+    brought, Library.sum_and_norm = [], sum_and_norm
+    return record(size, cases), len(brought)
+
+
+def test_norms_that_come_with_a_sum(toys, tmp_path):
+    """The same on two ranks: experts with and without a shared one, of several formats, a dense layer, biases, latent
+    attention. Mutants: rows normed twice; the sum where its norm is due, in the experts or the shared one; features
+    taken from normed rows; a norm taken from the layer before."""
+    tied = toys.history(seed=2, layers=2, mlp_only_layers=[1], tie_word_embeddings=True)
+    packed, draft = checkpoints(toys, *PACKED["int4"], moe_intermediate_size=128)[0], toys.random_draft()
+    targets = [packed, deepseek(toys), llama(tmp_path / "llama", LLAMAS["mlp bias"])]
+    targets += [checkpoint(tmp_path / name, VARIANTS[name]) for name in ("glm groups", "gpt-oss")]
+    cut = {"draft_tp": "cut"}
+    cases = [(tied, toys.random_draft(layers=2), cut), *((target, draft, cut) for target in targets)]
+    ranks = spawn(normed_sums, 2, 2, cases)
+    assert ranks[0][1] == ranks[1][1] > 0
+    for number, (want, *_) in enumerate(record(1, cases)):
+        same(want, [rank[0][number][0] for rank in ranks])
 
 
 class Unlinked(TP):

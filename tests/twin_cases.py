@@ -186,17 +186,19 @@ def attend(
 
 
 def moe(dtype, device, cases=((1, 64, 16, 32, 4, True), (9, 80, 6, 48, 2, False))):
-    """cases: (rows, D, experts, width, choices, whether weights are renormalised and there is a residual)."""
+    """cases: (rows, D, experts, width, choices, whether weights are renormalised and there is a residual). Of many rows
+    there is a case that comes normed too."""
     make = Make(dtype, device)
     for n, d, e, i, k, both in cases:
         x = make.floats(n, d)
         gate = make.weight(e, d)
         matrices = make.weight(e, 2 * i, d), make.weight(e, d, i)
         rule = Routing(k, both)
-        yield (
-            f"{n}x{d}-{e}-{i}",
-            (x, make.gain(d), 1e-6, gate, rule, None, None, *matrices, "silu", x if both else None),
-        )
+        for gain in (make.gain(d), None)[: 2 if n > 8 else 1]:
+            yield (
+                f"{n}x{d}-{e}-{i}{'' if gain is not None else '-normed'}",
+                (x, gain, 1e-6, gate, rule, None, None, *matrices, "silu", x if both else None),
+            )
 
 
 def route(dtype, device):
@@ -220,7 +222,8 @@ def route(dtype, device):
         correction = make.floats(e, scale=0.3, dtype=torch.float32) if corrected else None
         if corrected:
             correction[[0, e - 1]] = 0.25
-        yield f"{n}x{d}-{e}-{rule.score}-{rule.groups}", (x, make.gain(d), 1e-6, gate, rule, bias, correction)
+        gain = None if n == 4 else make.gain(d)
+        yield f"{n}x{d}-{e}-{rule.score}-{rule.groups}", (x, gain, 1e-6, gate, rule, bias, correction)
 
 
 def experts(dtype, device):
@@ -246,11 +249,12 @@ def experts(dtype, device):
 
 def mlp(dtype, device):
     make = Make(dtype, device)
-    for n, d, i, residual in ((1, 64, 80, True), (9, 80, 300, False), (17, 300, 64, True)):
+    for n, d, i, residual in ((1, 64, 80, True), (9, 80, 300, False), (17, 300, 64, True), (3, 80, 64, True)):
         extra = make.floats(n, d) if residual else None
+        gain = None if n == 3 else make.gain(d)
         yield (
             f"{n}x{d}",
-            (make.floats(n, d), make.gain(d), 1e-6, make.weight(2 * i, d), make.weight(d, i), "silu", extra),
+            (make.floats(n, d), gain, 1e-6, make.weight(2 * i, d), make.weight(d, i), "silu", extra),
         )
 
 

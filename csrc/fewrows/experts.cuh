@@ -21,7 +21,7 @@ constexpr int kChosen = 64;   // experts of a group, at most: 8 rows of 8 choice
 
 struct Experts {
   const bf16 *x;        // [rows, columns] residual stream
-  const bf16 *gamma;    // [columns]
+  const bf16 *gamma;    // [columns] or null: x comes normed
   const bf16 *router;   // [experts, columns]
   const bf16 *gate_up;  // [experts, 2 * width, columns], gates first
   const bf16 *down;     // [experts, columns, width]
@@ -161,12 +161,12 @@ __global__ void __launch_bounds__(256, 2) router(Experts p) {
   for (int i = 0; i < kPieces; i++)
     w[i] = load_weights(p.router + static_cast<size_t>(min(static_cast<int>(blockIdx.x), p.experts - 1)) * p.columns + column + i * kPiece);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < p.columns / 8; i += 256) gains[i] = load_weights(p.gamma + i * 8);
+  for (int i = threadIdx.x; p.gamma && i < p.columns / 8; i += 256) gains[i] = load_weights(p.gamma + i * 8);
   wait_for_predecessor();
   launch_dependents();
   load_group(b, p.x + static_cast<size_t>(row) * p.columns + column, row < p.rows);
   __syncthreads();
-  norm_group<8>(b, reinterpret_cast<const bf16 *>(gains) + column, partial, p.columns, p.eps);
+  if (p.gamma) norm_group<8>(b, reinterpret_cast<const bf16 *>(gains) + column, partial, p.columns, p.eps);
   route_group(p, b, w, column, partial);
 }
 
@@ -189,12 +189,12 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
       w[i] = load_weights(p.router + static_cast<size_t>(min(static_cast<int>(blockIdx.x), p.experts - 1)) * p.columns + column + i * kPiece);
   }
 #pragma unroll 1
-  for (int i = threadIdx.x; i < p.columns / 8; i += 256) gains[i] = load_weights(p.gamma + i * 8);
+  for (int i = threadIdx.x; p.gamma && i < p.columns / 8; i += 256) gains[i] = load_weights(p.gamma + i * 8);
   clear_choices(p, weight);
   wait_for_predecessor();
   load_group(b, p.x + static_cast<size_t>(row) * p.columns + column, row < p.rows);
   __syncthreads();
-  norm_group<8>(b, reinterpret_cast<const bf16 *>(gains) + column, partial, p.columns, p.eps);
+  if (p.gamma) norm_group<8>(b, reinterpret_cast<const bf16 *>(gains) + column, partial, p.columns, p.eps);
   if (kRoute) {
     route_group(p, b, w, column, partial);
     if (threadIdx.x < 32) {

@@ -16,12 +16,12 @@ enum Score { kSoftmax, kSigmoid, kLogits }; // as kernels.routing.SCORES
 
 struct Router {
   const bf16 *x;           // [rows, columns] residual stream
-  const bf16 *gamma;       // [columns]
+  const bf16 *gamma;       // [columns] or null: x comes normed
   const bf16 *gate;        // [experts, columns]
   const bf16 *bias;        // [experts] or null
   const float *correction; // [experts] or null, for the choice alone
   const bf16 *shared;      // [2 * width, columns], gates first, or null
-  bf16 *normed;            // [rows, columns]
+  bf16 *normed;            // [rows, columns], where there is a gamma
   bf16 *hidden;            // [rows, width] of the shared expert, or null
   float *logits;           // [groups of rows * 8, experts] scratch
   unsigned *arrivals;      // [groups of rows], zero between passes
@@ -236,16 +236,16 @@ __global__ void __launch_bounds__(kThreads, 1) route(Router p) {
   };
   Stream<kThreads, kPieces, decltype(aim)> stream(ring_memory, aim, shares.tiles());
 #pragma unroll 1
-  for (int i = threadIdx.x; i < p.columns / 8; i += kThreads) gains[i] = load_weights(p.gamma + i * 8);
+  for (int i = threadIdx.x; p.gamma && i < p.columns / 8; i += kThreads) gains[i] = load_weights(p.gamma + i * 8);
   wait_for_predecessor();
   launch_dependents();
   uint4 b[kPieces];
   load_group(b, p.x + static_cast<size_t>(row) * p.columns + column, row < p.rows);
   __syncthreads();
-  norm_group<kWarps>(b, reinterpret_cast<const bf16 *>(gains) + column, partial, p.columns, p.eps);
+  if (p.gamma) norm_group<kWarps>(b, reinterpret_cast<const bf16 *>(gains) + column, partial, p.columns, p.eps);
 #pragma unroll
   for (int i = 0; i < kPieces; i++) // the normed rows are written by all blocks together
-    if ((warp * kPieces + i) % gridDim.x == blockIdx.x && row < p.rows)
+    if (p.gamma && (warp * kPieces + i) % gridDim.x == blockIdx.x && row < p.rows)
       *reinterpret_cast<uint4 *>(p.normed + static_cast<size_t>(row) * p.columns + column + i * kPiece) = b[i];
 #pragma unroll 1
   for (int tile = 0; tile < shares.tiles(); tile++) {

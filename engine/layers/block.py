@@ -7,7 +7,7 @@ from .norm import Norm
 class Block:
     """Attention over `x` added to `residual`, then the MLP.
 
-    attention: layers.gqa.GQA; mlp: any of layers.mlp or layers.moe.
+    attention: layers.gqa.GQA or layers.mla.MLA; mlp: any of layers.mlp or layers.moe.
     """
 
     def __init__(self, attention, mlp):
@@ -15,7 +15,7 @@ class Block:
 
     def __call__(self, x, residual, batch, planes, page_size):
         """x [N, width], the residual itself in a layer that norms it; residual [N, D] -> [N, D]."""
-        return self.mlp(self.attention(x, residual, batch, planes, page_size))
+        return self.mlp(*self.attention(x, residual, batch, planes, page_size, self.mlp.norm))
 
 
 def block(source, norm, width, config, cos_sin, mlp, ops, tp, *, out_bias, window=None, sinks=False):

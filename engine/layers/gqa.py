@@ -36,8 +36,9 @@ class GQA:
         self.out = RowParallel(source, "o_proj", config.hidden, rows, ops, tp, bias=out_bias)
         self.scale = config.head_dim**-0.5
 
-    def __call__(self, x, residual, batch, planes, page_size):
-        """x: [N, width] (the residual itself where this block norms it); residual: [N, hidden] -> [N, hidden]."""
+    def __call__(self, x, residual, batch, planes, page_size, after):
+        """x: [N, width] (the residual itself where this block norms it); residual: [N, hidden]; after: the Norm that
+        follows -> [N, hidden], and what `after` makes of it or None (TP.add_and_norm)."""
         keys, values = planes
         norm_weight = None if self.norm is None else self.norm.weight
         y = self.ops.attend(
@@ -61,4 +62,4 @@ class GQA:
             self.window,
             self.sinks,
         )
-        return self.out(y, residual)
+        return self.out.and_norm(y, residual, after)

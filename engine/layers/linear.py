@@ -25,4 +25,11 @@ class RowParallel:
 
     def __call__(self, x, residual):
         """[N, I/size], [N, O] -> [N, O]."""
-        return self.tp.add(residual, lambda carried: self.ops.linear(x, self.weight, self.bias, carried))
+        return self.tp.add(residual, lambda carried: self._share(x, carried))
+
+    def and_norm(self, x, residual, norm):
+        """The same, and what the norm that follows makes of it, or None (TP.add_and_norm)."""
+        return self.tp.add_and_norm(residual, lambda carried: self._share(x, carried), norm)
+
+    def _share(self, x, carried):
+        return self.ops.linear(x, self.weight, self.bias, carried)

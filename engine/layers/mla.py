@@ -46,8 +46,9 @@ class MLA:
         self.out = RowParallel(source, "o_proj", config.hidden, heads * sizes.value, ops, tp)
         self.scale = (sizes.plain + sizes.turned) ** -0.5 * sharpness(config.rope)
 
-    def __call__(self, x, residual, batch, planes, page_size):
-        """x: [N, width] (the residual itself where this block norms it); residual: [N, hidden] -> [N, hidden]."""
+    def __call__(self, x, residual, batch, planes, page_size, after):
+        """x: [N, width] (the residual itself where this block norms it); residual: [N, hidden]; after: the Norm that
+        follows -> [N, hidden], and what `after` makes of it or None (TP.add_and_norm)."""
         norm_weight = None if self.norm is None else self.norm.weight
         q = self.ops.mla_qkv(
             x,
@@ -68,4 +69,4 @@ class MLA:
         y = self.ops.mla_attention(
             q, planes[0], self.v_up, batch.pages, batch.prefix, batch.tree, page_size, self.scale
         )
-        return self.out(y, residual)
+        return self.out.and_norm(y, residual, after)

@@ -13,14 +13,14 @@ class MLP:
         self.gate_up = source.concat([(f"{n}_proj.weight", (intermediate, hidden)) for n in ("gate", "up")], cut=0)
         self.down = source.take("down_proj.weight", (hidden, intermediate), cut=1)
 
-    def __call__(self, x):
-        """[N, D] -> [N, D]."""
-        return self.tp.add(x, lambda carried: self.share(x, carried))
+    def __call__(self, x, normed=None):
+        """[N, D] -> [N, D]; normed: norm(x), where it is there already."""
+        return self.tp.add(x, lambda carried: self.share(*self.norm.given(x, normed), carried))
 
-    def share(self, x, carried):
-        """This rank's part of down(…) of x [N, D], on top of `carried` [N, D] or None."""
-        n = self.norm
-        return self.ops.mlp(x, n.weight, n.eps, self.gate_up, self.down, self.activation, carried)
+    def share(self, x, norm_weight, carried):
+        """This rank's part of down(…) of x [N, D], normed where the weight is None, on top of `carried` [N, D] or
+        None."""
+        return self.ops.mlp(x, norm_weight, self.norm.eps, self.gate_up, self.down, self.activation, carried)
 
 
 class BiasedMLP:
@@ -32,9 +32,10 @@ class BiasedMLP:
         self.bias = source.concat([(f"{n}_proj.bias", (intermediate,)) for n in ("gate", "up")], cut=0)
         self.down = RowParallel(source, "down_proj", hidden, intermediate, ops, tp, bias=True)
 
-    def __call__(self, x):
-        """[N, D] -> [N, D]."""
-        gate, up = self.ops.linear(self.norm(x), self.gate_up, self.bias).chunk(2, -1)
+    def __call__(self, x, normed=None):
+        """[N, D] -> [N, D]; normed: norm(x), where it is there already."""
+        rows = self.norm(x) if normed is None else normed
+        gate, up = self.ops.linear(rows, self.gate_up, self.bias).chunk(2, -1)
         return self.down(ACTIVATIONS[self.activation](gate, up), x)
 
 

@@ -32,7 +32,8 @@ class Router:
         )
 
     def __call__(self, ops, x, norm_weight, eps):
-        """x [N, D], before its norm -> normed [N, D], ids [N, k], weights [N, k] fp32 (kernels.routing)."""
+        """x [N, D], before its norm, or after it where norm_weight is None -> normed [N, D], ids [N, k], weights [N, k]
+        fp32 (kernels.routing)."""
         return ops.route(x, norm_weight, eps, self.gate, self.rule, self.bias, self.correction)
 
 
@@ -54,15 +55,14 @@ class MoE:
         self.norm, self.router, self.experts, self.shared = norm, router, experts, shared
         self.activation, self.ops, self.tp = activation, ops, tp
 
-    def __call__(self, x):
-        """[N, D] -> [N, D]."""
-        return self.tp.add(x, lambda carried: self._share(x, carried))
+    def __call__(self, x, normed=None):
+        """[N, D] -> [N, D]; normed: norm(x), where it is there already."""
+        return self.tp.add(x, lambda carried: self._share(*self.norm.given(x, normed), carried))
 
-    def _share(self, x, carried):
+    def _share(self, x, norm_weight, carried):
         """This rank's part of the sum, on top of `carried`."""
-        n = self.norm
-        y = self.experts.apply(self.ops, x, n.weight, n.eps, self.router, self.activation, carried)
-        return y if self.shared is None else self.shared.share(x, y)
+        y = self.experts.apply(self.ops, x, norm_weight, self.norm.eps, self.router, self.activation, carried)
+        return y if self.shared is None else self.shared.share(x, norm_weight, y)
 
 
 def beside_shared(source, norm, config, weight_format, ops, tp):

@@ -9,3 +9,7 @@ class Norm:
 
     def __call__(self, x):
         return self.ops.norm(x, self.weight, self.eps)
+
+    def given(self, x, normed):
+        """(rows, weight or None) for an operation that norms its rows: `normed` where a sum over ranks has made it."""
+        return (x, self.weight) if normed is None else (normed, None)

@@ -30,7 +30,7 @@ class DenseExperts:
         """Route rows and run them through their experts: what every format's parameters offer.
 
         Args:
-            ops: the table of operations (kernels.Ops); x: [N, D] before its norm (norm_weight [D], eps).
+            ops: the table of operations (kernels.Ops); x: [N, D] before its norm (norm_weight [D], eps; None: after).
             router: gate [E, D], rule, bias and correction [E] or None (engine.layers.moe.Router), and callable
             (ops, x, norm_weight, eps) -> normed [N, D], ids [N, k], weights [N, k] fp32.
             residual: [N, D] or None, added last.
