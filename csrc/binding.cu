@@ -10,6 +10,7 @@
 #include "fewrows/fp4.cuh"
 #include "fewrows/head.cuh"
 #include "fewrows/int4.cuh"
+#include "fewrows/latent.cuh"
 #include "fewrows/project.cuh"
 #include "fewrows/router.cuh"
 
@@ -34,6 +35,14 @@ EAGLE3_API int eagle3_project(const eagle3::Projection *p, int gated, int blocks
 
 EAGLE3_API int eagle3_attention(const eagle3::Attention *p, int width, int batch, cudaStream_t stream) {
   return static_cast<int>(eagle3::attention(*p, width, batch, stream));
+}
+
+EAGLE3_API int eagle3_latent_queries(const eagle3::LatentQueries *p, cudaStream_t stream) {
+  return static_cast<int>(eagle3::absorb(*p, stream));
+}
+
+EAGLE3_API int eagle3_latent(const eagle3::LatentAttention *p, int batch, cudaStream_t stream) {
+  return static_cast<int>(eagle3::latent(*p, batch, stream));
 }
 
 EAGLE3_API int eagle3_experts(const eagle3::Experts *p, int blocks, cudaStream_t stream) {

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 
-from . import head, linear, mla, native_packed, native_routing
+from . import head, linear, native_latent, native_packed, native_routing
 from .routing import Routing
 from .structs import structure
 from .tile import groups
 
-ABI = 6
+ABI = 7
 CAPABILITY = (9, 0)
 # columns of a projection whose norm is fused (project.cuh)
 WITH_NORM = (64, 128, 256, 512, 768, 1024, 1536, 2048, 2304, 2880, 4096, 7168)
@@ -252,6 +252,7 @@ def table(base, device, announce=None):
     names = ("linear", "mlp", "attend", "moe", "head")
     own = {name: getattr(Library, name) for name in names}
     own |= {name: getattr(native_packed, name) for name in ("experts_int4", "experts_mxfp4")}
+    own |= {name: getattr(native_latent, name) for name in ("mla_qkv", "mla_attention")}
     own["route"] = native_routing.route
     own = {name: functools.partial(operation, library) for name, operation in own.items()}
-    return replace(base, **own, mla_qkv=mla.composed(library.normed))
+    return replace(base, **own)

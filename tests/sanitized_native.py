@@ -1,6 +1,7 @@
 """What compute-sanitizer watches of csrc/fewrows: every kernel at small sizes, one group of rows and several."""
 
 import torch
+from latent_cases import mla_attention, mla_qkv
 from twin_cases import Make, attend, moe
 
 from kernels import FUSED, native
@@ -26,6 +27,11 @@ def main():
     for rule in (Routing(4, True, "sigmoid", 4, 2, 2), Routing(2, False, "logits")):
         correction = torch.zeros(16, device="cuda")
         table.route(make.floats(9, 256), make.gain(256), 1e-6, make.weight(16, 256), rule, None, correction)
+    for _, arguments in mla_qkv(dtype, "cuda", ((2, 9, 256, 3, 128, 64, 512, 256, 16, True),)):
+        table.mla_qkv(*arguments)
+    latent = (1, 3, 8, 512, 64, 128, 16, [40], "tree"), (2, 5, 16, 512, 64, 128, 4, [70, 62], "chain")
+    for _, arguments in mla_attention(dtype, "cuda", latent):
+        table.mla_attention(*arguments)
     for _, arguments in attend(dtype, "cuda", SHAPES):
         table.attend(*arguments)
     for _, arguments in moe(dtype, "cuda", ((1, 256, 16, 64, 4, True), (9, 256, 140, 128, 8, False))):

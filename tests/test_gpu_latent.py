@@ -10,6 +10,7 @@ from test_heads_latent import HEADS, LatentReference
 from test_heads_layouts import LAYERS, features_of, follows
 from test_twins import compare
 from toys import V, pair
+from twin_cases import Make
 
 import kernels
 from engine import Engine, Sampling, Shape
@@ -102,6 +103,7 @@ ATTENTION = (
     (2, 4, 64, 512, 64, 128, 16, [4100, 60], "chain"),
     (1, 64, 16, 512, 64, 128, 64, [700], "tree"),
     (1, 200, 8, 512, 64, 128, 64, [300], "causal"),
+    (1, 3, 8, 512, 64, 128, 16, [9000], "tree"),  # lanes with several tiles
 )
 
 
@@ -115,3 +117,28 @@ def test_twins_at_real_sizes(name):
     for case, arguments in mla_attention(torch.bfloat16, "cuda", ATTENTION):
         if name != "prefill" or case.startswith("causal"):
             compare(table, "mla_attention", case, arguments, torch.bfloat16)
+
+
+@pytest.mark.parametrize("prefix", [60, 126, 190])
+def test_latent_rows_are_the_same_in_any_tree(prefix):
+    """Law 1 and NaN: kills path nodes in node order, sums that follow the row beside, a NaN that siblings get."""
+    attend, heads, page, columns = native.table(kernels.FUSED, torch.device("cuda")).mla_attention, 8, 16, 20
+    make = Make(torch.bfloat16, "cuda")
+    pages, bits = make.pages(1, columns), torch.tensor([make.path_bits([0, 0, 0, 1, 1, 2, 4])], device="cuda")
+    context, nodes = make.floats(prefix, 1, 576), make.floats(7, 1, 576)
+    q, up = make.floats(7, heads, 576), make.weight(heads, 128, 512)
+
+    def run(q, rows, prefix, bits):
+        (plane,), at = make.planes(1, pages, page, 1, 576), torch.arange(len(rows), device="cuda")
+        plane[pages[0].long()[at // page] * page + at % page] = rows
+        return attend(q, plane, up, pages, make.ints([prefix]), bits, page, 0.07)
+
+    tree = run(q, torch.cat([context, nodes]), prefix, bits)
+    for n in range(7):
+        path = [i for i in range(7) if int(bits[0, n]) >> i & 1]
+        rows = torch.cat([context, nodes[path]])
+        assert torch.equal(run(q[n : n + 1], rows, len(rows) - 1, make.ints([[1]]))[0], tree[n])
+    nodes[3] = float("nan")
+    spoilt = run(q, torch.cat([context, nodes]), prefix, bits)
+    for n in range(7):
+        assert spoilt[n].isnan().all() if int(bits[0, n]) >> 3 & 1 else torch.equal(spoilt[n], tree[n])

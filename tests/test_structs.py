@@ -6,13 +6,14 @@ import subprocess
 
 import pytest
 
-from kernels import native, native_packed, native_routing, peers
+from kernels import native, native_latent, native_packed, native_routing, peers
 
 STRUCTS = {
     "fewrows/project": [native.Projection],
     "fewrows/attention": [native.Attention],
     "fewrows/head": [native.Vocabulary],
     "fewrows/experts": [native.Experts],
+    "fewrows/latent": [native_latent.LatentQueries, native_latent.LatentAttention],
     "fewrows/router": [native_routing.Router],
     "fewrows/int4": [native_packed.Int4Experts],
     "fewrows/fp4": [native_packed.Fp4Experts],
@@ -41,5 +42,9 @@ def test_structs_are_those_of_csrc(tmp_path):
 
 def test_every_struct_is_compared():
     """Kills a struct that nobody looks at."""
-    named = [value for module in (native, native_packed, native_routing, peers) for value in vars(module).values()]
+    named = [
+        value
+        for module in (native, native_latent, native_packed, native_routing, peers)
+        for value in vars(module).values()
+    ]
     assert {v for v in named if isinstance(v, type) and issubclass(v, ctypes.Structure)} == COMPARED

@@ -3,7 +3,7 @@
 
 namespace eagle3 {
 
-constexpr int kAbiVersion = 6;
+constexpr int kAbiVersion = 7;
 
 __global__ void abi_probe(int *out) { *out = kAbiVersion; }
 

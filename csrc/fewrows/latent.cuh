@@ -1,0 +1,418 @@
+// Latent attention over few rows (MLA: kernels/mla.py, kernels/mla_attention.py), after the projections: queries absorbed into
+// the space of the latents, RoPE and the cache row; attention of all heads over rows that are key and value at once; each
+// head's values out of the merged latents.
+//
+// Positions come in tiles of 64, counted from 0; tile s belongs to lane s mod 64. A block folds the tiles of its lane in
+// ascending order for 8 heads of two rows, partials of lanes are merged in ascending order: both follow from a query's own
+// position alone. A tile that reaches past the prefix is folded for each row by itself, its keys in the order of the row's
+// own path: committed rows and nodes alike.
+#pragma once
+
+#include "common.cuh"
+
+namespace eagle3 {
+
+constexpr int kLatent = 512, kTurned = 64, kPlain = 128, kHeadValues = 128; // Kimi, DeepSeek-V2 and V3
+constexpr int kLatentRow = kLatent + kTurned;
+constexpr int kLatentTile = 64, kLatentLanes = 64;
+constexpr int kHeadBlock = 8, kPair = 2; // heads and rows of a block: together the M of an mma
+constexpr int kLatentPitch = kLatentRow + 8, kScorePitch = kLatentTile + 8; // 8 rows of 16 bytes lie on different banks
+
+// Four 8x8 matrices; lane l points at row l mod 8 of matrix l / 8.
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const bf16 *at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(at)))
+               : "memory");
+}
+__device__ __forceinline__ void load_transposed(uint32_t (&r)[4], const bf16 *at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(at)))
+               : "memory");
+}
+// Two neighbouring activations at L2.
+__device__ __forceinline__ uint32_t load_pair(const bf16 *p) {
+  uint32_t r;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
+  return r;
+}
+
+struct LatentQueries {
+  const bf16 *projected;    // [rows, stride]: its last 576 columns are the latent and the shared key
+  const bf16 *own;          // [rows, own_stride]: heads of 128 plain and 64 turned lanes
+  const bf16 *k_up;         // [heads] matrices [128, 512], up_stride elements apart
+  const bf16 *gain;         // [512], of the latent's norm
+  const float *cos_sin;     // [L, 64]
+  const int64_t *positions; // [B, T] of RoPE
+  const int64_t *index;     // [B, T] rows written
+  const int *pages;         // [B, table]
+  bf16 *q;                  // [rows, heads, 576]
+  bf16 *plane;              // [slots, 576]
+  float eps;
+  int rows, t, heads, stride, own_stride, up_stride, columns, table, page;
+};
+
+// A pair of lanes turned by the angle whose cosine is `from`, its sine 32 further.
+__device__ __forceinline__ uint32_t turned_pair(uint32_t v, const float *from) {
+  const float cosine = from[0], sine = from[kTurned / 2], a = low(v), b = high(v);
+  return pack(a * cosine - b * sine, b * cosine + a * sine);
+}
+
+// Cache row of one row of the pass, by one warp: latent normed, shared key turned.
+__device__ __forceinline__ void write_latent(const LatentQueries &p, int row) {
+  const int lane = threadIdx.x & 31;
+  const int64_t index = load_long(p.index + row), position = load_long(p.positions + row);
+  const bf16 *from = p.projected + static_cast<size_t>(row) * p.stride + p.stride - kLatentRow;
+  uint4 v[2], gain[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    v[i] = load_rows(from + i * 256 + lane * 8);
+    gain[i] = load_weights(p.gain + i * 256 + lane * 8);
+  }
+  const uint32_t shared = load_pair(from + kLatent + 2 * lane);
+  int64_t slot = 0; // of nobody
+  if (index >= 0 && index < static_cast<int64_t>(p.columns) * p.page)
+    slot = static_cast<int64_t>(p.pages[static_cast<int64_t>(row / p.t) * p.table + index / p.page]) * p.page + index % p.page;
+  float sum = product_of(v, v);
+#pragma unroll
+  for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(kAll, sum, o);
+  const float scale = rsqrtf(sum * (1.f / kLatent) + p.eps);
+  bf16 *to = p.plane + static_cast<size_t>(slot) * kLatentRow;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    uint32_t *w = reinterpret_cast<uint32_t *>(&v[i]);
+    const uint32_t *g = reinterpret_cast<const uint32_t *>(&gain[i]);
+#pragma unroll
+    for (int j = 0; j < 4; j++) w[j] = pack(low(w[j]) * scale * low(g[j]), high(w[j]) * scale * high(g[j]));
+    *reinterpret_cast<uint4 *>(to + i * 256 + lane * 8) = v[i];
+  }
+  *reinterpret_cast<uint32_t *>(to + kLatent + 2 * lane) = turned_pair(shared, p.cos_sin + position * kTurned + lane);
+}
+
+// Block (x, y): columns x mod 8 * 64 … of head x / 8's absorbed queries for row group y, and from the first of them the
+// head's turned lanes; past the heads, the cache rows.
+__global__ void __launch_bounds__(128) latent_queries(LatentQueries p) {
+  constexpr int kChunk = 64, kPitch = kChunk + 8;
+  __shared__ __align__(16) bf16 up[kPlain * kPitch];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int head = blockIdx.x / 8, chunk = blockIdx.x % 8, first_row = blockIdx.y * kRows;
+  const int live = min(kRows, p.rows - first_row);
+  if (head == p.heads) {
+    wait_for_predecessor();
+    launch_dependents();
+    for (int r = warp; r < live; r += 4) write_latent(p, first_row + r);
+    return;
+  }
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kPlain * kChunk / 8; i += 128) {
+    const int d = i / (kChunk / 8), c = i % (kChunk / 8) * 8;
+    copy_async(up + d * kPitch + c, p.k_up + static_cast<size_t>(head) * p.up_stride + d * kLatent + chunk * kChunk + c, true);
+  }
+  commit_copies();
+  wait_for_predecessor();
+  launch_dependents();
+  const bf16 *own = p.own + head * (kPlain + kTurned);
+  uint32_t b[kPlain / 16][2];
+#pragma unroll
+  for (int k = 0; k < kPlain / 16; k++)
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+      b[k][h] = g < live ? load_pair(own + static_cast<size_t>(first_row + g) * p.own_stride + k * 16 + h * 8 + 2 * t) : 0;
+  wait_copies<0>();
+  __syncthreads();
+  float4 c = make_float4(0.f, 0.f, 0.f, 0.f);
+  const bf16 *at = up + ((lane >> 4) * 8 + (lane & 7)) * kPitch + warp * 16 + (lane >> 3 & 1) * 8;
+#pragma unroll
+  for (int k = 0; k < kPlain / 16; k++) {
+    uint32_t a[4];
+    load_transposed(a, at + k * 16 * kPitch);
+    mma(c, a[0], a[1], a[2], a[3], b[k][0], b[k][1]);
+  }
+  const float *of = &c.x;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int row = 2 * t + (i & 1), column = chunk * kChunk + warp * 16 + g + (i & 2 ? 8 : 0);
+    if (row < live) p.q[(static_cast<size_t>(first_row + row) * p.heads + head) * kLatentRow + column] = __float2bfloat16(of[i]);
+  }
+  if (chunk) return;
+  for (int r = warp; r < live; r += 4) {
+    const size_t row = first_row + r;
+    const uint32_t v = load_pair(own + row * p.own_stride + kPlain + 2 * lane);
+    *reinterpret_cast<uint32_t *>(p.q + (row * p.heads + head) * kLatentRow + kLatent + 2 * lane) =
+        turned_pair(v, p.cos_sin + load_long(p.positions + row) * kTurned + lane);
+  }
+}
+
+inline cudaError_t absorb(const LatentQueries &p, cudaStream_t stream) {
+  return launch(latent_queries, dim3(p.heads * 8 + 1, (p.rows + kRows - 1) / kRows), 128, 0, stream, 1, p);
+}
+
+struct LatentAttention {
+  const bf16 *q;         // [B * T, heads, 576]
+  const bf16 *plane;     // [slots, 576]
+  const int *pages;      // [B, table]
+  const int64_t *prefix; // [B]
+  const int64_t *tree;   // [B, T] ancestor bits or null
+  const bf16 *v_up;      // [heads] matrices [128, 512], up_stride elements apart
+  float *totals;         // [B * T, heads, lanes, 512] scratch
+  float *stats;          // [B * T, heads, lanes, 2] scratch: maximum and sum
+  bf16 *y;               // [B * T, heads * 128]
+  float scale;           // of the softmax, times log2(e)
+  int rows, t, heads, lanes, up_stride, columns, table, page; // lanes: at most 64
+};
+
+// What a tile's keys are for: all rows of the block, or the path of one.
+struct LatentTurn {
+  int tile, row; // row: of the block; -1: all
+};
+
+constexpr size_t kLatentStage = static_cast<size_t>(kLatentTile) * kLatentPitch; // elements
+constexpr int kLatentThreads = 256;
+constexpr size_t kLatentBytes = (2 * kLatentStage + 16 * kLatentPitch + 16 * kScorePitch) * 2 + 2 * 16 * kScorePitch * 4;
+
+// Block (lane, pair of rows of a sequence, block of heads): its lane's partial.
+__global__ void __launch_bounds__(kLatentThreads, 1) latent_attend(LatentAttention p) {
+  extern __shared__ uint4 latent_memory[];
+  __shared__ float keep[16];
+  __shared__ uint8_t path[kPair][64]; // node at each depth
+  bf16 *const stages = reinterpret_cast<bf16 *>(latent_memory), *const queries = stages + 2 * kLatentStage;
+  bf16 *const weights = queries + 16 * kLatentPitch;
+  float *const scores = reinterpret_cast<float *>(weights + 16 * kScorePitch);
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int pairs = (p.t + kPair - 1) / kPair, sequence = blockIdx.y / pairs, first_row = blockIdx.y % pairs * kPair;
+  const int rows = min(kPair, p.t - first_row), line = sequence * p.t + first_row, head0 = blockIdx.z * kHeadBlock;
+  const int prefix = static_cast<int>(load_long(p.prefix + sequence)), own = blockIdx.x;
+  const int *const pages = p.pages + static_cast<int64_t>(sequence) * p.table;
+  uint64_t bits[kPair];
+  int last[kPair]; // position of each row
+#pragma unroll
+  for (int r = 0; r < kPair; r++) {
+    bits[r] = p.tree && r < rows ? static_cast<uint64_t>(load_long(p.tree + line + r)) : 0;
+    last[r] = r >= rows ? -1 : p.tree ? prefix + __popcll(bits[r]) - 1 : prefix + first_row + r;
+    if (p.tree && threadIdx.x < 64 && bits[r] >> threadIdx.x & 1)
+      path[r][__popcll(bits[r] & ((1ull << threadIdx.x) - 1))] = static_cast<uint8_t>(threadIdx.x);
+  }
+  const int end = max(last[0], last[1]) + 1;
+  if (own * kLatentTile >= end) return;
+  __syncthreads();
+  // logical row of position `at` as row r sees it; -1: it sees none there
+  auto row_of = [&](int at, int r) {
+    if (at < prefix) return at;
+    if (r < 0 || at > (r ? last[1] : last[0])) return -1;
+    const int row = prefix + (p.tree ? path[r][at - prefix] : at - prefix);
+    return row < p.columns * p.page ? row : -1;
+  };
+  auto begin = [&](int tile) { return LatentTurn{tile, (tile + 1) * kLatentTile <= prefix ? -1 : 0}; };
+  auto after = [&](LatentTurn turn) { return turn.row >= 0 && turn.row + 1 < rows ? LatentTurn{turn.tile, turn.row + 1} : begin(turn.tile + kLatentLanes); };
+  // rows below the prefix are older than the kernel before this one, nodes are not
+  auto fetch = [&](LatentTurn turn, int stage, bool committed, bool nodes) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kLatentTile * (kLatentRow / 8); i += kLatentThreads) {
+      const int k = i / (kLatentRow / 8), c = i % (kLatentRow / 8) * 8, at = turn.tile * kLatentTile + k;
+      if (!(at < prefix ? committed : nodes)) continue;
+      const int row = row_of(at, turn.row), page = row < 0 ? 0 : row / p.page;
+      const int64_t slot = row < 0 ? 0 : static_cast<int64_t>(pages[page]) * p.page + (row - page * p.page);
+      copy_async(stages + stage * kLatentStage + k * kLatentPitch + c, p.plane + static_cast<size_t>(slot) * kLatentRow + c, row >= 0);
+    }
+  };
+  LatentTurn turn = begin(own), next = turn;
+  fetch(turn, 0, true, false);
+  wait_for_predecessor();
+  launch_dependents();
+  fetch(turn, 0, false, true);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < 16 * (kLatentRow / 8); i += kLatentThreads) {
+    const int m = i / (kLatentRow / 8), c = i % (kLatentRow / 8) * 8, r = m / kHeadBlock, h = m % kHeadBlock;
+    const size_t from = static_cast<size_t>(line + (r < rows ? r : 0)) * p.heads + head0 + h;
+    copy_async(queries + m * kLatentPitch + c, p.q + from * kLatentRow + c, r < rows);
+  }
+  commit_copies();
+  float4 out[8];
+#pragma unroll
+  for (int n = 0; n < 8; n++) out[n] = make_float4(0.f, 0.f, 0.f, 0.f);
+  float top[2] = {-INFINITY, -INFINITY}, norm[2] = {0.f, 0.f}; // of vectors 2 * warp and 2 * warp + 1
+#pragma unroll 1
+  for (int stage = 0; turn.tile * kLatentTile < end; stage ^= 1, turn = next) {
+    next = after(turn);
+    if (next.tile * kLatentTile < end) fetch(next, stage ^ 1, true, true);
+    commit_copies();
+    wait_copies<1>();
+    __syncthreads();
+    const bf16 *const keys = stages + stage * kLatentStage;
+    { // scores: a warp does 16 positions, half of the columns
+      const int position = warp % 4 * 16, half = warp / 4;
+      const bf16 *a_at = queries + ((lane >> 3 & 1) * 8 + (lane & 7)) * kLatentPitch + half * (kLatentRow / 2) + (lane >> 4) * 8;
+      const bf16 *b_at = keys + (position + (lane >> 4) * 8 + (lane & 7)) * kLatentPitch + half * (kLatentRow / 2) + (lane >> 3 & 1) * 8;
+      float4 s[2][2] = {};
+#pragma unroll
+      for (int k = 0; k < kLatentRow / 32; k++) {
+        uint32_t a[4], b[4];
+        load_matrices(a, a_at + k * 16);
+        load_matrices(b, b_at + k * 16);
+#pragma unroll
+        for (int n = 0; n < 2; n++) mma(s[n][k & 1], a[0], a[1], a[2], a[3], b[2 * n], b[2 * n + 1]);
+      }
+      float *to = scores + (half * 16 + g) * kScorePitch + position + 2 * t;
+#pragma unroll
+      for (int n = 0; n < 2; n++) {
+        const float4 sum = add(s[n][0], s[n][1]);
+        *reinterpret_cast<float2 *>(to + n * 8) = make_float2(sum.x, sum.y);
+        *reinterpret_cast<float2 *>(to + 8 * kScorePitch + n * 8) = make_float2(sum.z, sum.w);
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 2; i++) { // softmax: a warp does two vectors, a lane two positions
+      const int m = 2 * warp + i, r = m / kHeadBlock;
+      float s[2], most = -INFINITY, sum = 0.f;
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const int at = turn.tile * kLatentTile + j * 32 + lane;
+        const bool sees = r < rows && (turn.row < 0 || (turn.row == r && row_of(at, r) >= 0));
+        const float *from = scores + m * kScorePitch + j * 32 + lane;
+        s[j] = sees ? (from[0] + from[16 * kScorePitch]) * p.scale : -INFINITY;
+        most = fmaxf(most, s[j]);
+      }
+#pragma unroll
+      for (int o = 16; o; o >>= 1) most = fmaxf(most, __shfl_xor_sync(kAll, most, o));
+      const float now = fmaxf(top[i], most), base = now == -INFINITY ? 0.f : now, kept = exp2f(top[i] - base);
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const float e = rounded(exp2f(s[j] - base));
+        sum += e;
+        weights[m * kScorePitch + j * 32 + lane] = __float2bfloat16(e);
+      }
+#pragma unroll
+      for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(kAll, sum, o);
+      norm[i] = norm[i] * kept + sum;
+      top[i] = now;
+      if (lane == 0) keep[m] = kept;
+    }
+    __syncthreads();
+    { // values: a warp does 64 columns. Where a tile is one row's, the other row's sums stay: it may not see a NaN
+      const bf16 *a_at = weights + ((lane >> 3 & 1) * 8 + (lane & 7)) * kScorePitch + (lane >> 4) * 8;
+      const bf16 *b_at = keys + ((lane >> 3 & 1) * 8 + (lane & 7)) * kLatentPitch + warp * 64 + (lane >> 4) * 8;
+      const float first_kept = keep[g], second_kept = keep[g + 8];
+      const bool first = turn.row != 1, second = turn.row != 0;
+#pragma unroll
+      for (int n = 0; n < 8; n += 2) {
+        float4 c[2] = {out[n], out[n + 1]};
+#pragma unroll
+        for (int j = 0; j < 2; j++) c[j].x *= first_kept, c[j].y *= first_kept, c[j].z *= second_kept, c[j].w *= second_kept;
+#pragma unroll
+        for (int k = 0; k < kLatentTile / 16; k++) {
+          uint32_t a[4], b[4];
+          load_matrices(a, a_at + k * 16);
+          load_transposed(b, b_at + k * 16 * kLatentPitch + n * 8);
+#pragma unroll
+          for (int j = 0; j < 2; j++) mma(c[j], a[0], a[1], a[2], a[3], b[2 * j], b[2 * j + 1]);
+        }
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          if (first) out[n + j].x = c[j].x, out[n + j].y = c[j].y;
+          if (second) out[n + j].z = c[j].z, out[n + j].w = c[j].w;
+        }
+      }
+    }
+    __syncthreads();
+  }
+  wait_copies<0>();
+#pragma unroll
+  for (int r = 0; r < kPair; r++) {
+    if (r >= rows || own * kLatentTile > last[r]) continue; // a lane that the row does not reach has no partial
+    const size_t to = ((static_cast<size_t>(line + r) * p.heads + head0 + g) * p.lanes + own) * kLatent + warp * 64 + 2 * t;
+#pragma unroll
+    for (int n = 0; n < 8; n++)
+      *reinterpret_cast<float2 *>(p.totals + to + n * 8) = r ? make_float2(out[n].z, out[n].w) : make_float2(out[n].x, out[n].y);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int m = 2 * warp + i, r = m / kHeadBlock;
+    if (lane || r >= rows) continue;
+    float *to = p.stats + ((static_cast<size_t>(line + r) * p.heads + head0 + m % kHeadBlock) * p.lanes + own) * 2;
+    to[0] = top[i], to[1] = norm[i];
+  }
+}
+
+// Block (x, y): values x mod 4 * 32 … of head x / 4 for row group y: partials merged, then the head's matrix.
+__global__ void __launch_bounds__(256) latent_values(LatentAttention p) {
+  constexpr int kBlock = 32, kPitch = kLatent + 8;
+  __shared__ __align__(16) bf16 latents[kRows * kPitch];
+  __shared__ float red[4 * 256];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int head = blockIdx.x / (kHeadValues / kBlock), first = blockIdx.x % (kHeadValues / kBlock) * kBlock;
+  const int first_row = blockIdx.y * kRows, live = min(kRows, p.rows - first_row), tile = warp % 2, slice = warp / 2;
+  uint4 w[4][2];
+  const bf16 *matrix = p.v_up + static_cast<size_t>(head) * p.up_stride + (first + tile * 16 + g) * kLatent + slice * 128 + t * 8;
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) w[i][h] = load_weights(matrix + h * 8 * kLatent + i * kPiece);
+  wait_for_predecessor();
+  launch_dependents();
+#pragma unroll 1
+  for (int job = warp; job < live * 4; job += 8) { // a row, a quarter of its columns
+    const int row = first_row + job / 4, sequence = row / p.t;
+    const int prefix = static_cast<int>(load_long(p.prefix + sequence));
+    const int last = p.tree ? prefix + __popcll(static_cast<uint64_t>(load_long(p.tree + row))) - 1 : prefix + row % p.t;
+    const int count = min(p.lanes, last / kLatentTile + 1);
+    const size_t at = (static_cast<size_t>(row) * p.heads + head) * p.lanes;
+    float top[2], norm[2];
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const int own = j * 32 + lane;
+      top[j] = own < count ? load_float(p.stats + (at + own) * 2) : -INFINITY;
+      norm[j] = own < count ? load_float(p.stats + (at + own) * 2 + 1) : 0.f;
+    }
+    float high = fmaxf(top[0], top[1]);
+#pragma unroll
+    for (int o = 16; o; o >>= 1) high = fmaxf(high, __shfl_xor_sync(kAll, high, o));
+    high = high == -INFINITY ? 0.f : high;
+    const float share[2] = {exp2f(top[0] - high), exp2f(top[1] - high)};
+    float sum = norm[0] * share[0] + norm[1] * share[1];
+#pragma unroll
+    for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(kAll, sum, o);
+    const float *from = p.totals + at * kLatent + job % 4 * 128 + lane * 4;
+    float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
+    for (int c0 = 0; c0 < count; c0 += 8) {
+      uint4 v[8];
+#pragma unroll
+      for (int c = 0; c < 8; c++) v[c] = load_rows(from + min(c0 + c, count - 1) * kLatent);
+#pragma unroll
+      for (int c = 0; c < 8; c++) {
+        if (c0 + c >= count) break;
+        const float s = __shfl_sync(kAll, c0 < 32 ? share[0] : share[1], (c0 + c) & 31);
+        total.x = fmaf(s, __uint_as_float(v[c].x), total.x), total.y = fmaf(s, __uint_as_float(v[c].y), total.y);
+        total.z = fmaf(s, __uint_as_float(v[c].z), total.z), total.w = fmaf(s, __uint_as_float(v[c].w), total.w);
+      }
+    }
+    *reinterpret_cast<uint2 *>(latents + job / 4 * kPitch + job % 4 * 128 + lane * 4) =
+        make_uint2(pack(total.x / sum, total.y / sum), pack(total.z / sum, total.w / sum));
+  }
+  __syncthreads();
+  float4 c = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+  for (int i = 0; i < 4; i++) // rows that do not exist meet what was there: nobody reads their sums
+    mma_piece(c, w[i][0], w[i][1], *reinterpret_cast<const uint4 *>(latents + g * kPitch + slice * 128 + i * kPiece + t * 8));
+  store_partial<256>(red, c);
+  __syncthreads();
+  const int which = warp & 3, own = warp >> 2, row = 2 * t + (which & 1); // a sum: component `which` of lane of tile `own`
+  if (row >= live) return;
+  float total = red[which * 256 + own * 32 + lane];
+#pragma unroll
+  for (int s = 1; s < 4; s++) total += red[which * 256 + (s * 2 + own) * 32 + lane];
+  const int value = first + own * 16 + g + (which & 2 ? 8 : 0);
+  p.y[(static_cast<size_t>(first_row + row) * p.heads + head) * kHeadValues + value] = __float2bfloat16(total);
+}
+
+inline cudaError_t latent(const LatentAttention &p, int batch, cudaStream_t stream) {
+  if (p.heads % kHeadBlock || p.lanes > kLatentLanes) return cudaErrorInvalidValue;
+  const dim3 grid(p.lanes, batch * ((p.t + kPair - 1) / kPair), p.heads / kHeadBlock);
+  const cudaError_t e = launch(latent_attend, grid, kLatentThreads, kLatentBytes, stream, 1, p);
+  if (e != cudaSuccess) return e;
+  return launch(latent_values, dim3(p.heads * 4, (p.rows + kRows - 1) / kRows), 256, 0, stream, 1, p);
+}
+
+} // namespace eagle3
