@@ -31,10 +31,12 @@ from .results import Figure
 MODEL, DRAFT, LAYERS = "qwen3-30b-a3b", "random:qwen3-30b-a3b-eagle3", 8
 L2 = 50 << 20  # bytes; a group that reads less than this a turn may find its weights there
 SMALL = 4 << 20  # bytes; a smaller argument is copied, and put back before every turn where the call changes it
-UNREAD = {"k_plane", "v_plane", "storage", "cos_sin", "pages", "gate_up", "down"}  # not read whole where experts, cache
-
-
-PARTLY = {"qkv", "attention", "attend", "experts", "moe", "commit"}
+# arguments that are not read whole: of experts those that were chosen, of a cache what is committed and what is written
+EXPERTS = ("gate_up", "gate_up_scale", "gate_up_bias", "down", "down_scale", "down_bias")
+CACHED = ("qkv", "attention", "attend", "mla_qkv", "mla_attention")
+PARTLY = dict.fromkeys(("experts", "experts_int4", "experts_fp8", "experts_mxfp4", "moe"), EXPERTS)
+PARTLY |= dict.fromkeys(CACHED, ("k_plane", "v_plane", "plane", "cos_sin", "pages")) | {"commit": ("storage", "pages")}
+RANKS = 8  # whose rows `total` adds up here
 COMPOSED = {"attend": (attend, "qkv", "attention"), "moe": (moe, "route", "experts")}  # noted whole, and in their parts
 
 
@@ -68,16 +70,21 @@ def own_copy(x, lasting: set[int]):
 def traffic(field: str, args: tuple, out) -> int:
     """Bytes that a call must move: arguments and results, of a cache or of experts what is touched."""
     named = dict(inspect.signature(getattr(REFERENCE, field)).bind(*args).arguments)
-    whole = {k: v for k, v in named.items() if not (k in UNREAD and field in PARTLY)}
-    total = sum(t.nbytes for t in tensors(tuple(whole.values()))) + sum(t.nbytes for t in tensors(out))
-    if field in ("experts", "moe"):
-        ids = named["ids"] if field == "experts" else REFERENCE.route(*args[:7])[1]
-        total += int(ids.unique().numel()) * sum(named[k].nbytes // named[k].shape[0] for k in ("gate_up", "down"))
-    elif field in ("qkv", "attention", "attend"):
-        rows = args[0].shape[0]  # written by the one, read with what is committed by the other
-        written = 0 if field == "attention" else rows
-        read = 0 if field == "qkv" else int(named["prefix"].sum()) + rows
-        total += 2 * (written + read) * named["k_plane"][0].nbytes
+    partly = PARTLY.get(field, ())
+    whole = tuple(value for name, value in named.items() if name not in partly)
+    total = sum(t.nbytes for t in tensors(whole)) + sum(t.nbytes for t in tensors(out))
+    if partly is EXPERTS:
+        ids = named["ids"] if "ids" in named else REFERENCE.route(*args[:7])[1]
+        stacks = [named[name] for name in EXPERTS if named.get(name) is not None]
+        total += int(ids.unique().numel()) * sum(stack.nbytes // stack.shape[0] for stack in stacks)
+    elif field in CACHED:
+        rows, prefix = args[0].shape[0], named.get("prefix")  # written by projections; read, with what is committed
+        if named.get("window"):
+            prefix = prefix.clamp(max=named["window"])
+        written = 0 if field.endswith("attention") else rows
+        read = 0 if prefix is None else int(prefix.sum()) + rows
+        planes = [named[name] for name in ("k_plane", "v_plane", "plane") if name in named]
+        total += (written + read) * sum(plane[0].nbytes for plane in planes)
     elif field == "commit":
         rows = named["storage"]
         moved = int(named["accept_lens"].sum())
@@ -178,11 +185,12 @@ def record(o, engine: Engine, recorder: Recorder, prompt: list[int]) -> None:
             next(events)
             recorder.on = False
             events.close()
-    weight = engine.target.head.norm.weight  # the cycle norms inside other operations
+    weight = engine.target.head.norm.weight  # the cycle norms inside other operations, and one rank sums nothing up
     recorder.on = True
     for rows in sorted({shape.draft_tokens for shape in o.shapes}):
-        x = torch.randn(rows, len(weight), dtype=weight.dtype, device=weight.device)
-        recorder.ops.norm(x, weight, engine.target.head.norm.eps)
+        x = torch.randn(RANKS, rows, len(weight), dtype=weight.dtype, device=weight.device)
+        recorder.ops.norm(x[0], weight, engine.target.head.norm.eps)
+        recorder.ops.total(x, x[0])
     recorder.on = False
 
 

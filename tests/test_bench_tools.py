@@ -172,7 +172,7 @@ def test_every_operation_is_timed():
     o = ops.parse(["--small", "--device", "cpu", "--shapes", "3-1-4", "2-2-5", "--context", "24", "--repeats", "1"])
     engine, recorder = ops.load(o)
     ops.record(o, engine, recorder, random_prompt(24, 6144))
-    elsewhere = {f.name for f in dataclasses.fields(Ops) if f.name.startswith(("experts_", "mla_", "total"))}
+    elsewhere = {f.name for f in dataclasses.fields(Ops) if f.name.startswith(("experts_", "mla_"))}
     assert {field for field, _ in recorder.calls} == {f.name for f in dataclasses.fields(Ops)} - elsewhere
     layers = [
         calls for (field, sizes), calls in recorder.calls.items() if field == "experts" and sizes.startswith("4x")
@@ -214,7 +214,7 @@ def test_chains_of_layers(tmp_path, capsys):
 
 
 def test_bytes_of_a_call():
-    """Mutants: all experts read; the whole cache read; a weight not counted."""
+    """Mutants: all experts read, packed ones too; the whole cache read; a weight not counted; a window not seen."""
     x, ids = torch.zeros(2, 8), torch.tensor([[0, 1], [1, 2]])
     experts = x, ids, torch.zeros(2, 2), torch.zeros(10, 6, 8), torch.zeros(10, 8, 3), "silu", None
     own = x.nbytes + ids.nbytes + 16
@@ -223,6 +223,13 @@ def test_bytes_of_a_call():
     prefix = torch.tensor([50])
     args = q, plane, plane, torch.zeros(1, 99, dtype=torch.int32), prefix, None, 16, 0.5
     assert ops.traffic("attention", args, q) == 2 * q.nbytes + prefix.nbytes + 2 * 53 * 32
+    assert ops.traffic("attention", (*args, 20), q) == 2 * q.nbytes + prefix.nbytes + 2 * 23 * 32
+    stacks = [torch.zeros(10, *sizes, dtype=torch.uint8) for sizes in ((6, 4), (6, 1), (8, 2), (8, 1))]
+    packed = x, ids, torch.zeros(2, 2), *stacks, "silu", None
+    assert ops.traffic("experts_int4", packed, x) == own + x.nbytes + 3 * (24 + 6 + 16 + 8)
+    latents, up = torch.zeros(1000, 1, 6), torch.zeros(2, 4, 4)
+    seen = ops.traffic("mla_attention", (q, latents, up, args[3], prefix, None, 16, 0.5), q)
+    assert seen == 2 * q.nbytes + up.nbytes + prefix.nbytes + 53 * 24
 
 
 JOB = {"target": "t", "draft": None, "prompts": [[1, 2]], "new_tokens": 4, "repeats": 1, "device": "cpu"}
