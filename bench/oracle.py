@@ -95,11 +95,11 @@ class Oracle(Stand):
         self.text[: len(ids)] = torch.tensor(ids, device=self.text.device)
 
     def layout(self, shape):
-        """parents, depths and whether a node is on the right branch, each [T]: a chain, or a branch that is spread
-        over the tree with the other nodes below the root."""
+        """parents, depths and whether a node is on the right branch, each [T]: a chain, or a branch of first children,
+        as a head's likeliest ones are, that is spread over the tree with the other nodes below the root."""
         if shape not in self.layouts:
             nodes, length = shape.draft_tokens, shape.path
-            path = [round(i * (nodes - 1) / max(1, length - 1)) for i in range(length)]
+            path = [0, *(1 + round(i * (nodes - 2) / max(1, length - 2)) for i in range(length - 1))]
             parents, depths = [0] * nodes, [0] + [1] * (nodes - 1)
             for depth, (above, node) in enumerate(zip(path, path[1:], strict=False), 1):
                 parents[node], depths[node] = above, depth

@@ -10,7 +10,6 @@ what the requests before it kept, and deeper than it has looked they follow from
 
 import math
 
-import numpy as np
 import torch
 
 from .buffers import BACKLOG
@@ -22,7 +21,7 @@ OWN, WINDOW = 16, 32  # the same of one request: what earlier requests count for
 TREES = 64  # cycles that the model of trees counts for
 BRANCHES = 0.45  # growth of g by a doubling of candidates; the demo pair's trees show 0.4 to 0.5
 SURE = 0.999  # no chance is higher
-HOLD, QUIET = 2, 8  # cycles from one decision to the next, after evidence and without
+HOLD, QUIET = 4, 16  # cycles from one decision to the next, after evidence and without
 MARGIN = 0.03  # by how much one shape that drafts must seem faster than another: less seems so by chance
 DWELL = 16  # cycles that a change of shape is written off over
 TRIALS, CATCHING_UP = 0.01, 0.01  # shares of the time for shapes that only might be better, and for catching up
@@ -37,10 +36,12 @@ class Average:
     def __init__(self, value, mass, window):
         self.value, self.mass, self.window = value, mass, window
 
-    def add(self, seen):
-        """One observation."""
-        self.mass = min(self.mass + 1, self.window)
-        self.value += (seen - self.value) / self.mass
+    def add(self, seen, times=1):
+        """One observation, or several alike."""
+        while times and self.mass < self.window:
+            self.mass, times = self.mass + 1, times - 1
+            self.value += (seen - self.value) / self.mass
+        self.value += (seen - self.value) * (1 - (1 - 1 / self.window) ** times)
 
 
 class Branch:
@@ -99,14 +100,15 @@ class Experience:
         self.shapes = tuple(shapes)
         self.depths = max(1, *(shape.path - 1 for shape in self.shapes))
         self.first, self.deeper = Average(PRIOR, FIRST, LASTING), [[FIRST, FIRST] for _ in range(self.depths)]
-        size = len(self.shapes), self.depths
-        self.inside, self.power = np.zeros(size), np.ones(size)
-        self.seen, self.said, self.runs = np.full(size, float(TREES)), np.full(size, float(TREES)), np.zeros(size[0])
-        for row, shape in enumerate(self.shapes):
-            self.inside[row, : shape.path - 1] = 1.0
-            for depth in range(shape.path - 1) if shape.topk > 1 else ():
-                left = min(shape.topk, shape.draft_tokens - 1) / 2**depth
-                self.power[row, depth] = 1 + BRANCHES * math.log2(max(1.0, left))
+        self.deep = [shape.path - 1 for shape in self.shapes]
+        self.power = [self._powers(shape) if shape.topk > 1 else None for shape in self.shapes]
+        self.seen = [[float(TREES)] * (shape.path - 1) for shape in self.shapes]
+        self.said, self.runs = [list(row) for row in self.seen], [0] * len(self.shapes)
+
+    def _powers(self, tree):
+        """g at depths 1, 2, …"""
+        left = [min(tree.topk, tree.draft_tokens - 1) / 2**depth for depth in range(tree.path - 1)]
+        return [1 + BRANCHES * math.log2(max(1.0, candidates)) for candidates in left]
 
     def next(self, depth, before):
         """What to expect of c at `depth` (from 2) where it is `before` one depth up."""
@@ -119,24 +121,31 @@ class Experience:
         ratio[:] = ratio[0] * fade + hit, ratio[1] * fade + before
 
     def lengths(self, chances):
-        """Expected tokens of a cycle, the bonus token counted, of each request and shape.
+        """Expected tokens of a cycle, the bonus token counted, of each shape, where one request's c_1, c_2, … are
+        `chances`."""
+        chains, kept = [1.0], 1.0
+        for chance in chances:
+            kept *= chance if chance < SURE else SURE
+            chains.append(chains[-1] + kept)
+        return [self._tree(row, chances) if self.power[row] else chains[deep] for row, deep in enumerate(self.deep)]
 
-        Args:
-            chances: [R, D] c_1, c_2, … of each request -> [R, S].
-        """
-        kept = 1 - (1 - np.minimum(SURE, chances))[:, None] ** self.power
-        kept = np.minimum(SURE, self.seen / self.said * kept) * self.inside
-        return 1 + np.cumprod(kept, 2).sum(2)
+    def _tree(self, row, chances):
+        total = kept = 1.0
+        for chance, power, seen, said in zip(chances, self.power[row], self.seen[row], self.said[row], strict=False):
+            one = seen / said * (1 - (1 - (chance if chance < SURE else SURE)) ** power)
+            kept *= one if one < SURE else SURE
+            total += kept
+        return total
 
     def learn(self, row, chances, matched):
         """A cycle of shape number `row` kept `matched` draft tokens, where its chain had these chances."""
-        if self.shapes[row].topk == 1:
+        if self.power[row] is None:
             return
-        fade = 1 - 1 / LASTING
-        for depth in range(min(matched + 1, self.shapes[row].path - 1)):
-            said = 1 - (1 - min(SURE, chances[depth])) ** self.power[row, depth]
-            self.seen[row, depth] = self.seen[row, depth] * fade + (depth < matched)
-            self.said[row, depth] = self.said[row, depth] * fade + said
+        fade, seen, said = 1 - 1 / LASTING, self.seen[row], self.said[row]
+        for depth in range(min(matched + 1, len(seen))):
+            model = 1 - (1 - min(SURE, chances[depth])) ** self.power[row][depth]
+            seen[depth] = seen[depth] * fade + (depth < matched)
+            said[depth] = said[depth] * fade + model
 
 
 class Rates:
@@ -171,17 +180,17 @@ class Rates:
 
     def foreseen(self, agreed, compared):
         """Of `compared` proposals for one token ahead, `agreed` were the tokens that came."""
-        for _ in range(compared):
-            self._see([agreed / compared])
+        if compared:
+            self._see([agreed / compared], compared)
 
-    def _see(self, hits):
-        """Whether a chain went on at depths 1, 2, …"""
+    def _see(self, hits, times=1):
+        """Whether a chain went on at depths 1, 2, …, so many times."""
         if not hits:
             return
-        chances, fade = self.chances(), 1 - 1 / WINDOW
+        chances, fade = self.chances(), (1 - 1 / WINDOW) ** times
         self.hits, self.tries = [x * fade for x in self.hits], [x * fade for x in self.tries]
-        self.first.add(hits[0])
-        self.experience.first.add(hits[0])
+        self.first.add(hits[0], times)
+        self.experience.first.add(hits[0], times)
         for depth, hit in enumerate(hits[1:], 2):
             self.experience.went_on(depth, chances[depth - 2], hit)
             self.hits[depth - 1] += hit
@@ -203,11 +212,11 @@ class Chooser:
     def __init__(self, table, shapes, experience):
         self.table, self.shapes, self.experience = table, tuple(shapes), experience
         self.rows = [experience.shapes.index(shape) for shape in self.shapes]
-        self.paths = np.array([shape.path for shape in self.shapes], float)
+        self.reach = [shape.path if shape != PLAIN else math.inf for shape in self.shapes]  # rows a cycle looks back on
         pause = table.catch_up_ms(BACKLOG) / (CATCHING_UP * table.plain)
         self.backlog = min(BACKLOG, max(LEAST, math.ceil(pause)))  # plain cycles between two catch-ups
         waiting = table.catch_up_ms(BACKLOG) / self.backlog
-        self.ms = np.array([table.cycle(shape) + waiting * (shape == PLAIN) for shape in self.shapes])
+        self.ms = [table.cycle(shape) + waiting * (shape == PLAIN) for shape in self.shapes]
         self.saved, self.rates, self.best, self.left, self.news = 0.0, {}, None, 0, False
 
     def choose(self, requests, lag):
@@ -222,37 +231,39 @@ class Chooser:
             chosen, self.left = self._decide(lag), QUIET
         self.left -= 1
         chosen = self.best if chosen is None else chosen
-        self.saved = min(self.saved + TRIALS * self.ms[self.best], self.ms.max())
+        self.saved = min(self.saved + TRIALS * self.ms[self.best], max(self.ms))
         self.experience.runs[self.rows[chosen]] += 1
         return self.shapes[chosen]
 
     def _decide(self, lag):
-        """Set the best shape; returns another one that deserves a trial now, or None."""
-        running = list(self.rates.values())
-        chances = np.array([rates.chances() for rates in running])
-        ms = self.ms + [self._change(shape, lag) for shape in self.shapes]
-        lengths = self.experience.lengths(chances)[:, self.rows]
-        speed = lengths.sum(0) / ms
-        first = int(speed.argmax())
+        """Set the best shape; returns another one that deserves a trial now, or None. Python's own numbers: of so few,
+        arrays take longer."""
+        running, experience = list(self.rates.values()), self.experience
+        change = self.table.catch_up_ms(lag - 1) / DWELL if lag > 1 else 0.0  # where a shape must wait for a catch-up
+        ms = [own + change * (lag > reach) for own, reach in zip(self.ms, self.reach, strict=True)]
+        tokens = hoped = self._tokens(rates.chances() for rates in running)
+        speed = [tokens[row] / own for row, own in zip(self.rows, ms, strict=True)]
+        first = max(range(len(speed)), key=speed.__getitem__)
         now = first if self.best is None else self.best
         if PLAIN in (self.shapes[first], self.shapes[now]) or speed[first] > (1 + MARGIN) * speed[now]:
             now = first
         self.best = now
-        hoped, stale = lengths, np.array([[rates.stale()] for rates in running])
-        if stale.any():
-            hoped = self.experience.lengths(chances + stale * (1 - chances))[:, self.rows]
-        doubt = HOPE * FIRST / (FIRST + self.experience.runs[self.rows])
-        hope = np.minimum(self.paths, 1 + (hoped - 1) * (1 + doubt)).sum(0) / ms
-        trial = int(hope.argmax())
+        if any(rates.age > WINDOW for rates in running):
+            hoped = self._tokens([c + r.stale() * (1 - c) for c in r.chances()] for r in running)
+        hope, count = [], len(running)
+        for row, shape, own in zip(self.rows, self.shapes, ms, strict=True):
+            more = (hoped[row] - count) * (1 + HOPE * FIRST / (FIRST + experience.runs[row]))
+            hope.append((count + min(count * (shape.path - 1), more)) / own)
+        trial = max(range(len(hope)), key=hope.__getitem__)
         loss = ms[trial] * (1 - speed[trial] / speed[self.best])
         if trial in (self.best, first) or hope[trial] <= speed[self.best] or loss > self.saved:
             return None
         self.saved -= loss
         return trial
 
-    def _change(self, shape, lag):
-        """ms of catching up before this shape can draft, written off over the cycles it may stay."""
-        return self.table.catch_up_ms(lag - 1) / DWELL if shape != PLAIN and lag > shape.path else 0.0
+    def _tokens(self, chances):
+        """Expected tokens of a cycle of each shape of the experience, all requests together."""
+        return list(map(sum, zip(*map(self.experience.lengths, chances), strict=True)))
 
     def look(self, tree):
         """What `cycle` wants to know of a tree (engine.buffers.Tree), None of a chain."""

@@ -4,7 +4,6 @@ how fast the machine is. What it reaches by the wall is measured by `python -m b
 import json
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from oracles import Replay
@@ -12,7 +11,7 @@ from toys import NEXT, V, follow, one_line, pair
 
 from engine import Engine, Sampling, Shape, measure
 from engine.auto import AUTO, GRID
-from engine.chooser import Branch, Chooser, Experience, Fixed
+from engine.chooser import Average, Branch, Chooser, Experience, Fixed
 from engine.cost import CostTable, json_of, table_of
 from engine.options import DEMO
 from engine.prompts import read
@@ -324,10 +323,19 @@ def test_trees_compete_on_cost_not_on_length():
     dear = CostTable(1.0, {4: 1.3, 8: 2.6}, shapes=(chain, tree))
     assert settled(dear, [chain, tree], kept) == chain
     assert settled(cheap, [tree], kept) == tree
-    chances = np.array([[0.2] * 3, [0.8] * 3])
-    lengths = Experience([PLAIN, chain, tree]).lengths(chances)
-    assert lengths[:, 0].tolist() == [1, 1] and lengths[0, 1] == pytest.approx(1 + 0.2 + 0.04 + 0.008)
-    assert all(lengths[:, 2] > lengths[:, 1])
+    few, many = map(Experience([PLAIN, chain, tree]).lengths, ([0.2] * 3, [0.8] * 3))
+    assert few[0] == many[0] == 1 and few[1] == pytest.approx(1 + 0.2 + 0.04 + 0.008)
+    assert few[2] > few[1] and many[2] > many[1]
+
+
+def test_proposals_compared_at_once_count_one_by_one():
+    """A catch-up's are many. Mutants: one observation for all; averages that never forget."""
+    for share, times in ((0.0, 3), (0.5, 60), (1.0, 500)):
+        once, each = Average(0.65, 16, 32), Average(0.65, 16, 32)
+        once.add(share, times)
+        for _ in range(times):
+            each.add(share)
+        assert (once.value, once.mass) == (pytest.approx(each.value), each.mass)
 
 
 def test_several_requests_are_served_at_once():
@@ -473,7 +481,7 @@ def test_another_drafter_is_another_pair(toys):
     engine = pair(toys.map(), toys.map_draft())
     engine.auto.shapes, engine.auto.costs = tuple(SHAPES), FAIR
     engine.generate([3], Sampling(max_new_tokens=30), shape=AUTO)
-    assert engine.auto.tables and engine.auto.experience.runs.any()
+    assert engine.auto.tables and any(engine.auto.experience.runs)
     engine.drafter = replay(engine, [3], 20, 1.0)[0]
     assert not engine.auto.tables and engine.auto.experience is None
 

@@ -113,6 +113,18 @@ def test_synthetic_acceptance_is_what_was_asked_for(shape, engine):
         assert sum(emitted) / len(emitted) == pytest.approx(length, abs=0.0 if length in (1.0, shape.path) else 0.35)
 
 
+@pytest.mark.parametrize("shape", [Shape(1, 4, 5), Shape(3, 2, 7), TREE, Shape(5, 8, 64)], ids=str)
+def test_a_made_up_tree_begins_with_its_likeliest_nodes(shape):
+    """The right branch is of first children, or a shape that chooses itself learns that chains are wrong where trees
+    are right; its nodes are spread, so that accepted rows move. Mutants: a decoy before it; a chain with decoys."""
+    oracle = Oracle(None, [], 100, 32, torch.device("cpu"))
+    parents, depths, right = (x.tolist() for x in oracle.layout(shape))
+    path = [node for node, on in enumerate(right) if on]
+    assert len(path) == shape.path and [depths[node] for node in path] == list(range(shape.path))
+    assert all(parents.index(above, 1) == node for above, node in zip(path, path[1:], strict=False))
+    assert path[-1] == shape.draft_tokens - 1 or shape.path == 2
+
+
 def test_rates_of_a_length():
     """Mutants: the bonus token not counted; shares of cycles taken for chances given that the token before was kept."""
     oracle = Oracle(None, [0.6, 0.3, 0.3, 0.0], 100, 32, torch.device("cpu"))
