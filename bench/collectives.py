@@ -94,10 +94,10 @@ def _clocked(work) -> float:
 
 def works(group: tp.TP, x, residual, gamma) -> dict:
     """{name: a sum of these rows} of everything that a rank could call."""
-    links, norm = group.links, (FUSED if x.is_cuda else REFERENCE).norm
+    links, norm, own = group.links, (FUSED if x.is_cuda else REFERENCE).norm, x.clone()
     library = links.library if isinstance(links, Linked) else links
     found = {
-        "all_reduce": lambda: dist.all_reduce(x.clone()),
+        "all_reduce": lambda: dist.all_reduce(own),
         "ordered": lambda: library.sum(x, residual),
         "ordered+norm": lambda: norm(library.sum(x, residual), gamma, EPS),
     }
@@ -112,22 +112,21 @@ def works(group: tp.TP, x, residual, gamma) -> dict:
     return found
 
 
-def measure(o, setting: str, peer: bool) -> tuple[dict, dict]:
+def measure(o, setting: str, reduction: str) -> tuple[dict, dict]:
     """On a rank: ({(name, columns, rows): [microseconds]}, what ran them). All ranks take the slowest one's time."""
     tp.settings(dict(word.split("=", 1) for word in setting.split()))
     device = device_of(o.device, o.tp)
     dtype = torch.bfloat16 if device.type == "cuda" else DTYPES["float32"]
     group = tp.join(o.tp, device, (FUSED if device.type == "cuda" else REFERENCE).total)
-    group = fastened(group, device, dtype, max(o.columns), "auto" if peer else "library")
+    group = fastened(group, device, dtype, max(o.columns), reduction)
     found = {}
     for columns in o.columns:
         for rows in o.rows:
             x, residual = (torch.randn(rows, columns, device=device).to(dtype) for _ in range(2))
             gamma = torch.ones(columns, device=device, dtype=dtype)
             for name, work in works(group, x, residual, gamma).items():
-                if not peer or name.startswith(("one-shot", "two-shot")):
-                    spans = zip(*group.every(seconds(work, o.calls, device)), strict=True)
-                    found[name, columns, rows] = [1e6 * max(each) for each in spans]
+                spans = zip(*group.every(seconds(work, o.calls, device)), strict=True)
+                found[name, columns, rows] = [1e6 * max(each) for each in spans]
     group.check()
     ran = {"reduction": group.links.name, **group.links.facts, **tp.environment()}
     return found, ran | results.environment(device, dtype, o.tp)
@@ -146,21 +145,19 @@ def of_a_pass(parts, rows: list[int]) -> list[Figure]:
 
 
 def run(o, typed: str) -> list:
-    """Measure under every setting, then keep and compare."""
+    """Measure under every setting, peer memory beside the first, and compare; what there is, is kept after each."""
     figures, table, ran = [], {}, {}
     gpu = device_of(o.device).type == "cuda"
     for setting in o.settings if gpu else [""]:
-        for peer in (False, True) if gpu and setting == o.settings[0] else (False,):
-            times, ran_now = spawn(measure, o.tp, o, setting, peer)[0]
-            ran = ran or ran_now
-            for (name, columns, rows), spans in times.items():
-                own = name if peer else f"{name} [{setting or 'as found'}]"
-                table[own, columns, rows] = statistics.median(spans)
-                figures.append(Figure.of(f"{own}.{rows}x{columns}", "us", spans))
-            ran |= {"reduction": ran_now["reduction"]} if peer else {}
-    if o.json:
-        load = Workload(o.random, None, o.layers, o.tp, None, 0, o.rows, ran["dtype"], "no model is run", "")
-        results.write(o.json, results.document(typed, ran, load, figures))
+        times, ran_now = spawn(measure, o.tp, o, setting, "library" if ran else "auto")[0]
+        ran = ran or ran_now
+        for (name, columns, rows), spans in times.items():
+            own = name if "shot" in name else f"{name} [{setting or 'as found'}]"
+            table[own, columns, rows] = statistics.median(spans)
+            figures.append(Figure.of(f"{own}.{rows}x{columns}", "us", spans))
+        if o.json:
+            load = Workload(o.random, None, o.layers, o.tp, None, 0, o.rows, ran["dtype"], "no model is run", "")
+            results.write(o.json, results.document(typed, ran, load, figures))
     return [*figures, *verdict(o, table), f"sums: {ran['reduction']}"]
 
 

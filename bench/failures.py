@@ -78,18 +78,22 @@ def doomed(o, when: str, stamp: str) -> None:
 
 def run(o, typed: str) -> list:
     """Figures, and what was said; Late where it took too long."""
-    figures, said = [], []
+    figures, said, late = [], [], False
     for when in o.when:
         with tempfile.TemporaryDirectory() as folder:
-            stamp = f"{folder}/stamp"
+            stamp = Path(folder, "stamp")
             try:
-                spawn(doomed, o.tp, o, when, stamp)
+                spawn(doomed, o.tp, o, when, str(stamp))
+                first = "nobody was killed"
             except RankFailed as error:
-                spent, first = time.time() - float(Path(stamp).read_text(encoding="utf-8")), str(error).splitlines()[0]
+                first = str(error).splitlines()[0]
+            # without a stamp the command ended before its time
+            died = float(stamp.read_text(encoding="utf-8")) if stamp.exists() else 0.0
+            spent = time.time() - died
         figures.append(Figure.of(f"ended.{when}", "s", spent, note=first))
-        if spent > LIMIT or not first.startswith(f"rank {VICTIM}: was killed by SIGKILL"):
-            said.append(f"{when}: {spent:.1f} s, first said: {first}")
-    if said:
+        said.append(f"{when}: {spent:.1f} s, first said: {first}")
+        late |= spent > LIMIT or not first.startswith(f"rank {VICTIM}: was killed by SIGKILL")
+    if late:
         raise Late("; ".join(said))
     return figures
 

@@ -50,7 +50,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return o
 
 
-def decoded(o, size: int, dtype: str) -> dict:
+def decoded(o, runs: list[tuple[int, str]]) -> list[dict]:
+    """On a rank: `decoded_once` of each (ranks of the engine, dtype)."""
+    return [decoded_once(o, *each) for each in runs]
+
+
+def decoded_once(o, size: int, dtype: str) -> dict:
     """On a rank: {(shape, temperature): (ids, logits of every emitted position at temperature 0 [n, V])}."""
     ranks = command.parallel(o) | {"tp": size} if size > 1 else {}
     pair = {"random": o.random, "layers": o.layers, "device": o.device, "dtype": dtype}
@@ -68,9 +73,9 @@ def decoded(o, size: int, dtype: str) -> dict:
     return found
 
 
-def differences(o, dtype: str, exact: bool):
-    """Sentences about what is not as it should be. exact: logits too, to the bit."""
-    ranks = spawn(decoded, o.tp, o, o.tp, dtype)
+def differences(dtype: str, ranks: list[dict], alone: dict | None, exact: bool):
+    """Sentences about what is not as it should be in what `ranks` decoded. alone: what one device did; exact: logits
+    too, to the bit."""
     first, plain = ranks[0], ranks[0][str(PLAIN), 0.0]
     for key, (ids, logits) in first.items():
         what = f"{dtype}, shape {key[0]}, temperature {key[1]:g}"
@@ -81,11 +86,9 @@ def differences(o, dtype: str, exact: bool):
             yield f"{what}: other ids than plain decoding"
         if key[1] == 0 and exact and not torch.equal(logits, plain[1]):
             yield f"{what}: other logits than plain decoding"
-    if dtype == "float32":
-        (alone,) = spawn(decoded, 1, o, 1, dtype)
-        for key, (ids, _) in first.items():
-            if alone[key][0] != ids:
-                yield f"{dtype}, shape {key[0]}, temperature {key[1]:g}: other ids than on one device"
+    for key, (ids, _) in first.items() if alone is not None else ():
+        if alone[key][0] != ids:
+            yield f"{dtype}, shape {key[0]}, temperature {key[1]:g}: other ids than on one device"
 
 
 class Different(command.Failed):
@@ -94,13 +97,18 @@ class Different(command.Failed):
 
 def run(o, typed: str) -> list[str]:
     """Compare; Different where anything differs."""
-    gpu, lines = device_of(o.device).type == "cuda", []
-    for dtype in ("float32", "bfloat16") if gpu else ("float32",):
-        found = list(differences(o, dtype, exact=gpu and dtype == "bfloat16"))
-        if found:
-            raise Different("; ".join(found))
-        cases = len(o.shapes) * 2
-        lines.append(f"{dtype}: {cases} runs on {o.tp} ranks, {o.tokens} tokens each: all as they should be")
+    gpu, lines, wrong = device_of(o.device).type == "cuda", [], []
+    dtypes = ("float32", "bfloat16") if gpu else ("float32",)
+    ranks = spawn(decoded, o.tp, o, [*((o.tp, dtype) for dtype in dtypes), (1, "float32")])
+    alone = {"float32": ranks[0][-1]}
+    for number, dtype in enumerate(dtypes):
+        own = [rank[number] for rank in ranks]
+        found = list(differences(dtype, own, alone.get(dtype), exact=gpu and dtype == "bfloat16"))
+        cases = f"{dtype}: {len(o.shapes) * 2} runs on {o.tp} ranks, {o.tokens} tokens each"
+        lines.append(f"{cases}: {'; '.join(found) or 'all as they should be'}")
+        wrong += found
+    if wrong:
+        raise Different(" | ".join(lines))
     return lines
 
 

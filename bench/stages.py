@@ -204,7 +204,8 @@ class Traffic:
 
 
 def figures(timed: Timed, alone: dict, traffic: Traffic, chains: list[Shape], drafts: bool) -> list[Figure]:
-    """A Figure for everything: `plain`, `verify.N` of chains, and of every shape its stages, cycle and gap."""
+    """A Figure for everything: `plain`, `verify.N` of chains, and of every shape its stages, cycle and gap. alone: of
+    all shapes or, as long as they have not run, of none."""
     found, made = [], Figure.of
     for shape, series in timed.series.items():
         nbytes, experts, words = traffic.of(shape)
@@ -237,7 +238,8 @@ def figures(timed: Timed, alone: dict, traffic: Traffic, chains: list[Shape], dr
         for stage in ("draft", "accept", "commit", "cycle"):
             bound = passes if stage == "draft" else None
             found.append(made(f"{stage}.{shape}", "ms", series[stage], floor=bound))
-            if stage != "cycle":
+            if stage != "cycle" and shape in alone:
+                note = "a program of its own"
                 found.append(made(f"alone.{stage}.{shape}", "ms", alone[shape][stage], floor=bound, note=note))
         counts = timed.cycles[shape]
         if counts.length is not None:

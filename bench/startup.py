@@ -57,6 +57,10 @@ def write(o, folder: Path) -> int:
     plan = Plan(opened, None, None, 2, REFERENCE, TP(), torch.bfloat16)
     plan.build("meta")  # the checkpoint learns its names
     checkpoint, drawn, shard, total, place = opened.checkpoint, {}, {}, 0, {}
+    need, free = sum(map(checkpoint.nbytes, checkpoint.names())), shutil.disk_usage(folder).free
+    if need > free:
+        fit = f"{need / 1e9:.1f} GB of weights, {free / 1e9:.1f} are free there"
+        raise Refused(f"--folder {o.folder}: {fit}; supported: fewer --layers, or another folder")
 
     def flush():
         if shard:

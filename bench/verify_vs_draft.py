@@ -6,6 +6,7 @@ the bytes and their floor at the bandwidth measured in the same run, a fit over 
 
 import argparse
 import sys
+from dataclasses import replace
 
 import torch
 from tqdm import tqdm
@@ -130,8 +131,8 @@ def new_tokens(o, engine: Engine, prompt: list[int]) -> int:
     return min(o.tokens or TOKENS[parts.device.type], parts.max_context - len(prompt))
 
 
-def measured(o, engine: Engine, prompt: list[int], read: list[float]) -> list[Figure]:
-    """Every figure of the run."""
+def measured(o, engine: Engine, prompt: list[int], read: list[float], keep) -> list[Figure]:
+    """Every figure of the run; keep(figures) is called with those of the cycles before the parts that follow."""
     parts = engine.parts
     tokens = new_tokens(o, engine, prompt)
     if tokens < 4:
@@ -146,10 +147,13 @@ def measured(o, engine: Engine, prompt: list[int], read: list[float]) -> list[Fi
         stages.warm(engine, prompt, shapes)
         timed = stages.stamped(engine, prompt, tokens, shapes, o.rounds, bar)
         stages.unstamped(engine, prompt, tokens, shapes, timed)
+        sums = [] if parts.tp.size == 1 else collectives.of_a_pass(parts, sorted({s.draft_tokens for s in shapes}))
+        speed, size = results.quantile(read, 0.5), Bytes.of(target, drafter, parts.dtype)
+        traffic, chains = stages.Traffic(size, {}, len(prompt) + tokens // 2, speed), [chain(n) for n in o.rows]
+        keep([*stages.figures(timed, {}, traffic, chains, drafter is not None), *sums])
         counts = stages.routed(engine, target, prompt, tokens, shapes, bar)
         alone = stages.alone(engine, prompt, tokens, shapes, o.repeats, bar)
-    speed, size = results.quantile(read, 0.5), Bytes.of(target, drafter, parts.dtype)
-    traffic = stages.Traffic(size, counts, len(prompt) + tokens // 2, speed)
+    traffic = replace(traffic, counts=counts)
     made = Figure.of
     figures = [
         made("load", "ms", parts.load_ms),
@@ -158,9 +162,7 @@ def measured(o, engine: Engine, prompt: list[int], read: list[float]) -> list[Fi
     ]
     if engine.graphs.capture_ms:
         figures.append(made("capture", "ms", engine.graphs.capture_ms, note="all programs of this run"))
-    figures += stages.figures(timed, alone, traffic, [chain(n) for n in o.rows], drafter is not None)
-    if parts.tp.size > 1:
-        figures += collectives.of_a_pass(parts, sorted({1, *o.rows, *(shape.draft_tokens for shape in o.shapes)}))
+    figures += [*stages.figures(timed, alone, traffic, chains, drafter is not None), *sums]
     if o.routing != "text":  # what is kept of rows that nobody drafted says nothing
         figures = [figure for figure in figures if not figure.name.startswith("accept_length.")]
     figures += fitted(figures, drafter is not None)
@@ -201,7 +203,6 @@ def run(o, command: str) -> list[Figure]:
     if parts.device.type == "cpu":
         torch.set_num_threads(1)
     prompt = texts(o, engine, o.context)
-    figures = measured(o, engine, prompt, bandwidth.read_bandwidth(parts.device))
     routing = ROUTING[o.routing]
     if o.routing == "text" and o.draft is None:
         routing = "text: the target's own, replayed as if drafted"
@@ -209,9 +210,14 @@ def run(o, command: str) -> list[Figure]:
         routing = "text of random weights, which falls into loops: rows route alike"
     if o.inject_spin is not None:
         routing += f"; {o.inject_spin:g} ms INJECTED into {o.inject_stage}"
-    if o.json:
-        load_ = stages.workload(o, engine, routing, [prompt], new_tokens(o, engine, prompt))
-        results.write(o.json, results.document(command, stages.environment(engine), load_, figures))
+
+    def keep(figures):
+        if o.json:
+            load_ = stages.workload(o, engine, routing, [prompt], new_tokens(o, engine, prompt))
+            results.write(o.json, results.document(command, stages.environment(engine), load_, figures))
+
+    figures = measured(o, engine, prompt, bandwidth.read_bandwidth(parts.device), keep)
+    keep(figures)
     print(f"routing {routing}")
     return figures
 

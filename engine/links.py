@@ -35,9 +35,14 @@ class Linked(Library):
         Without it, a router that norms its rows pays for their squares and gains after it has waited for the sum,
         0.4-0.5 us; a norm that is a launch of its own (Triton's routers, MLPs with biases) 2-3 us.
         """
-        if not self.links.fits(x):
+        most = self.links.rows
+        if not self.links.fits(x[:most]):
             return super().sum_and_norm(x, residual, weight, eps)
-        return self.links.sum(x, residual, weight, eps)
+        if len(x) <= most:
+            return self.links.sum(x, residual, weight, eps)
+        # in several sums: a row's norm must not depend on how many others there are
+        turns = [self.links.sum(*each, weight, eps) for each in zip(x.split(most), residual.split(most), strict=True)]
+        return tuple(torch.cat(part) for part in zip(*turns, strict=True))
 
     def gather(self, x):
         """x of all ranks -> [size, *x.shape]."""

@@ -1,6 +1,7 @@
 """The measurements of several ranks, on the CPU: each says what it should, and notices what is wrong."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -41,7 +42,8 @@ def test_lockstep_notices(monkeypatch, capsys, rank, key, said):
     found[rank][key] = ([1, 3], found[rank][key][1])
     if rank == 0:
         found[1][key] = found[2][key] = found[0][key]
-    monkeypatch.setattr(lockstep, "spawn", lambda function, size, *args: found[:2] if size == 2 else found[2:])
+    ranks = [[found[0], found[2]], [found[1], found[2]]]  # cut, then alone
+    monkeypatch.setattr(lockstep, "spawn", lambda function, size, *args: ranks)
     assert lockstep.main(["--device", "cpu", "--shapes", "3-1-4"]) == 1
     assert said in capsys.readouterr().err
 
@@ -59,6 +61,16 @@ def test_startup(tmp_path, capsys):
 def test_failures(capsys):
     assert failures.main(["--device", "cpu", "--when", "load"]) == 0
     assert "rank 1: was killed by SIGKILL" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_full_is_refused(tmp_path, monkeypatch, capsys):
+    """Before anything is written there. Mutant: a RAM disk filled to its end."""
+    (tmp_path / "t.json").write_text(json.dumps({"target": target_config()}))
+    full = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(startup.shutil, "disk_usage", lambda folder: full)
+    words = ["--random", str(tmp_path / "t.json"), "--draft", "none", "--device", "cpu", "--folder", str(tmp_path)]
+    assert startup.main(words) == 2 and sorted(path.name for path in tmp_path.iterdir()) == ["t.json"]
+    assert "are free there" in capsys.readouterr().err
 
 
 def test_failures_notices(monkeypatch, capsys):
