@@ -20,6 +20,7 @@ from weights.config import Refused
 
 CHAIN, TREE = Shape(3, 1, 4), Shape(4, 4, 16)
 PROMPT = list(range(40, 72))
+STAGES = "draft", "verify", "accept", "commit"
 
 
 class Bar:
@@ -63,6 +64,34 @@ def test_a_delay_is_booked_where_it_was_put(stage):
     spent = dict.fromkeys(("draft", "verify", "accept", "commit", "gap", "cycle"), 0.0)
     assert profile.medians() == spent | {stage: 5.0, "cycle": 5.0}
     assert clock.ns == 5_000_000 * len(profile.rows)
+
+
+@pytest.mark.gpu
+def test_a_delay_is_booked_where_it_was_put_by_the_clock_of_a_gpu():
+    """Fault B52: that stage rises by the delay, no other does; stages add up to the cycle, cycles and gaps to the time
+    that decoding took. Mutants: stamps that do not wait for the stage; launches counted as work."""
+    engine = Engine.load(str(DEMO / "target"), str(DEMO / "draft"), graphs="required", max_batch=1, prefix_cache=False)
+    target, drafter, spin = engine.target, engine.drafter, Spin(5, engine.parts.device)
+
+    def times():
+        engine.programs.drop(engine.drafter)
+        for _ in range(2):  # captured, then measured
+            profile = Profile()
+            result = engine.generate(PROMPT, stages.sampling(200), shape=CHAIN, profile=profile)
+        found, series = profile.medians(), profile.series()
+        assert sum(found[stage] for stage in STAGES) == pytest.approx(found["cycle"], rel=0.03)
+        launched = len(result.cycles)  # the one ahead of the end is not waited for
+        assert sum(series["cycle"][:launched] + series["gap"][:launched]) == pytest.approx(result.decode_ms, rel=0.03)
+        return found
+
+    before = times()
+    engine.parts.target = DelayedTarget(target, spin)
+    verify = times()
+    engine.parts.target, engine.drafter = target, Delayed(drafter, spin)
+    for stage, found in (("verify", verify), ("draft", times())):
+        for name in (*STAGES, "gap"):
+            rise, allowed = found[name] - before[name], 0.3 if name == stage else 0.1
+            assert abs(rise - 5.0 * (name == stage)) < allowed, (stage, name, before, found)
 
 
 def test_a_spin_takes_its_time():
