@@ -138,7 +138,8 @@ def made_up(o, engine: Engine, bar) -> list[Figure]:
             bar.update(1)
         share = [a.speed / b.speed for a, b in zip(taken[AUTO], taken[PLAIN], strict=True)]
         changed = changes([taken[AUTO][-1]])
-        when = ", ".join(f"{entry['shape']} from cycle {entry['cycle']}" for entry in changed[:8])
+        when = [f"{entry['shape']} from cycle {entry['cycle']}" for entry in changed]
+        when = ", ".join(when if len(when) <= 12 else [*when[:6], "…", *when[-6:]])
         note = f"SYNTHETIC; of plain decoding's speed after {EARLY} tokens; {len(changed)} changes: {when}"
         figures.append(Figure.of(name, "share", share, note=note))
         same = all(one.ids == plain for runs in taken.values() for one in runs)

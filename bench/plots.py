@@ -108,12 +108,14 @@ def speed(run: dict) -> Canvas | None:
     shapes, plain = shapes_of(found, "tokens_per_second"), found.get("tokens_per_second.0-1-1")
     if not shapes or plain is None:
         return None
+    shapes += ["auto"] if "tokens_per_second.auto" in found else []
     canvas, axis = _canvas(1.8 + 0.42 * len(shapes))
     figures = [found[f"tokens_per_second.{s}"] for s in shapes]
     colours = [GREEN if f["value"] > plain["value"] else GREY for f in figures]
     bars = list(zip(*map(_spread, figures), strict=True))
     axis.barh(shapes, [f["value"] for f in figures], xerr=bars, color=colours, error_kw={"capsize": 3})
-    axis.axvline(plain["value"], color=RED, ls="--", label=f"plain decoding, {plain['value']:.3g}")
+    line = f"{plain['value']:.0f}" if plain["value"] >= 100 else f"{plain['value']:.3g}"
+    axis.axvline(plain["value"], color=RED, ls="--", label=f"plain decoding, {line}")
     axis.set(xlabel="tokens/s", ylabel="shape")
     axis.invert_yaxis()
     canvas.legend(loc="outside upper center")
@@ -134,7 +136,7 @@ def predicted(run: dict) -> Canvas | None:
     axis.plot(guesses, shapes, "D", color=RED, mfc="none", ms=8, label="predicted")
     parts = {f"cycle_of_parts.{s}": s for s in shapes if f"cycle_of_parts.{s}" in found}
     axis.plot([found[name]["value"] for name in parts], [*parts.values()], "x", color=GREEN, ms=8, label="by its parts")
-    widest = max(*guesses, *(f["p90"] or f["value"] for f in measured))
+    widest = max(*guesses, *(found[name]["value"] for name in parts), *(f["p90"] or f["value"] for f in measured))
     for shape, f, guess in zip(shapes, measured, guesses, strict=True):
         axis.text(widest * 1.06, shape, f"{100 * (guess / f['value'] - 1):+.0f} %", va="center", fontsize=11.5)
     axis.set(xlabel="ms a cycle", ylabel="shape", xlim=(0, widest * 1.25))

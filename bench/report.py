@@ -30,8 +30,8 @@ TITLES = {
     ),
     "speed": (
         "Tokens per second",
-        "Each bar is a shape; bars beyond the dashed line are faster than plain decoding, measured in the "
-        "same process, turn by turn.",
+        "Each bar is a shape (auto: whichever seems best, cycle by cycle); bars beyond the dashed line are faster than "
+        "plain decoding, measured in the same process, turn by turn.",
     ),
     "predicted": (
         "Predicted and measured cycles",
@@ -54,6 +54,11 @@ TITLES = {
         "While the fastest shape decoded: of the tokens of each class that were due where the draft had a guess, the "
         "share that it had guessed.",
     ),
+}
+MADE_UP = {
+    "wrong_draft": "On a draft that is always wrong",
+    "good_then_bad": "On a draft that is right in the first half of the text and wrong in the second",
+    "bad_then_good": "On a draft that is wrong in the first half of the text and right in the second",
 }
 WORDS = {
     "target, draft": "the large model whose text it is, and the small one that guesses ahead",
@@ -95,6 +100,13 @@ def short(run: dict) -> list[str]:
         said.append(f"A token of plain decoding takes {token:.4g} ms.")
     if "recommended" in found:
         said.append(f"{found['recommended']['note']}.".replace("recommended", "Recommended", 1))
+    if "auto_of_best" in found:
+        best = found["auto_of_best"]
+        said.append(f"A shape that chooses itself reaches {best['value']:.3f} {best['note']}.")
+    for name, words in MADE_UP.items():
+        if name in found:  # its note: SYNTHETIC; of what; when the shape changed
+            label, of, when = found[name]["note"].split("; ")
+            said.append(f"{words} ({label}) it reaches {found[name]['value']:.3f} {of}. It makes {when}.")
     rows = rows_of(found)
     if 1 in rows and len(rows) > 1:
         at = 4 if 4 in rows else rows[-1]

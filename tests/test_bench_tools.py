@@ -9,7 +9,7 @@ import torch
 from packers import FP8
 from toys import target_config
 
-from bench import accept, chain, classes, experts, ops, peers, report, results
+from bench import accept, chain, classes, experts, ops, peers, reading, report, results
 from bench.oracle import random_prompt
 from bench.results import Figure, Workload
 from engine import Engine, Shape
@@ -54,6 +54,25 @@ def test_the_page_holds_everything(tmp_path, capsys):
     assert page.count("<b>Synthetic acceptance.</b>") == 2 and page.count("Verifying 4 rows takes") == 2
     for path in tmp_path.glob("page-*.png"):
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
+
+
+def test_the_page_says_when_a_shape_changed(tmp_path):
+    """Mutants: what chose itself left out of the bars; a made-up draft's figure without the word for it."""
+    pytest.importorskip("matplotlib")
+    from bench import plots
+
+    made = [Figure.of(f"tokens_per_second.{way}", "tokens/s", 90.0) for way in ("0-1-1", "3-1-4", "auto")]
+    when = "SYNTHETIC; of plain decoding's speed after 64 tokens; 2 changes: 3-1-4 from cycle 0, 0-1-1 from cycle 90"
+    made += [
+        Figure.of("auto_of_best", "share", 0.97, note="of the best fixed shape, 3-1-4; 2 shapes taken, mostly 3-1-4")
+    ]
+    made.append(Figure.of("good_then_bad", "share", 1.2, note=when))
+    results.write(tmp_path / "run.json", results.document("x", {"gpu": None}, LOAD, made))
+    run = reading.read(str(tmp_path / "run.json"))
+    said = report.short(run)
+    assert any("chooses itself reaches 0.970 of the best fixed shape" in line for line in said)
+    assert any("(SYNTHETIC)" in line and "0-1-1 from cycle 90" in line and "1.200 of plain" in line for line in said)
+    assert [bar.get_text() for bar in plots.speed(run).axes[0].get_yticklabels()] == ["3-1-4", "auto"]
 
 
 def test_a_run_with_nothing_to_plot_is_a_table(tmp_path):
