@@ -13,7 +13,8 @@ from weights.config import Refused
 
 
 def table_of_run(run: dict, where: str) -> CostTable:
-    """From a run of bench.verify_vs_draft: verify by rows, the rest of each shape's own cycle; idle gaps count."""
+    """From a run of bench.verify_vs_draft: verify by rows, the rest of each shape. A cycle is what the host's
+    clock says of it without stamps, in older runs what stamps and gaps between stamped cycles come to."""
     value = {figure["name"]: figure for figure in run["figures"]}
     rows = {int(n.split(".")[1]): f for n, f in value.items() if n.startswith("verify.") and n.split(".")[1].isdigit()}
     shapes = [Shape.parse(n.removeprefix("cycle.")) for n in value if n.startswith("cycle.")]
@@ -22,12 +23,16 @@ def table_of_run(run: dict, where: str) -> CostTable:
             f"{where}: it lacks 'plain', 'verify.N' or 'cycle.S-K-D'; supported: a run of bench.verify_vs_draft"
         )
 
-    def gap(shape: Shape) -> float:
-        return value.get("gap" if shape == PLAIN else f"gap.{shape}", {"value": 0.0})["value"]
+    def whole(shape: Shape, stamped: str) -> float:
+        """The shape's cycle, host and gaps counted; stamped: the figure of its stamps."""
+        end = "" if shape == PLAIN else f".{shape}"
+        if f"wall{end}" in value:
+            return value[f"wall{end}"]["value"]
+        return value[stamped]["value"] + value.get(f"gap{end}", {"value": 0.0})["value"]
 
     verify = {n: figure["value"] for n, figure in rows.items()}
-    table = CostTable(value["plain"]["value"] + gap(PLAIN), verify)
-    rest = {s: value[f"cycle.{s}"]["value"] + gap(s) - table.verify_ms(s.draft_tokens) for s in shapes}
+    table = CostTable(whole(PLAIN, "plain"), verify)
+    rest = {s: whole(s, f"cycle.{s}") - table.verify_ms(s.draft_tokens) for s in shapes}
     counted = {n: figure["experts"] for n, figure in rows.items() if figure["experts"] is not None}
     return CostTable(table.plain, verify, rest, experts=counted or None, shapes=tuple(shapes))
 

@@ -168,7 +168,7 @@ def measured(o, engine: Engine, prompt: list[int], read: list[float], keep) -> l
     figures += fitted(figures, drafter is not None)
     table = table_of_run({"figures": [vars(f) for f in figures]}, "this run") if o.shapes else None
     for shape in o.shapes:
-        note = "accept length, bonus counted, from which it beats plain decoding; idle gaps counted"
+        note = "accept length, bonus counted, from which it beats plain decoding; host and gaps counted"
         figures.append(made(f"break_even.{shape}", "tokens a cycle", table.break_even(shape), note=note))
     return figures
 

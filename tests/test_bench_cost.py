@@ -137,9 +137,13 @@ def kept(figures=None, **environment):
 
 
 def test_a_run_is_a_cost_table(saved):
-    """Mutants: gaps left out; another shape's cycle."""
+    """Mutants: gaps left out; another shape's cycle; stamped cycles where there are whole ones."""
     table = cost.read(saved(kept()))
     assert table.plain == 12 and table.break_even(Shape(3, 1, 4)) == pytest.approx(28 / 12)
+    run = kept()
+    run["figures"] += [vars(Figure.of(name, "ms", ms)) for name, ms in (("wall", 10.5), ("wall.3-1-4", 25.0))]
+    table = cost.read(saved(run))
+    assert table.plain == 10.5 and table.cycle(Shape(3, 1, 4)) == pytest.approx(25.0)
 
 
 @pytest.mark.parametrize(
