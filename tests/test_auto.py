@@ -11,7 +11,7 @@ from toys import NEXT, V, follow, one_line, pair
 
 from engine import Engine, Sampling, Shape, measure
 from engine.auto import AUTO, GRID
-from engine.chooser import Average, Branch, Chooser, Experience, Fixed
+from engine.chooser import Average, Branch, Chooser, Experience, Fixed, Rates
 from engine.cost import CostTable, json_of, table_of
 from engine.options import DEMO
 from engine.prompts import read
@@ -336,6 +336,13 @@ def test_proposals_compared_at_once_count_one_by_one():
         for _ in range(times):
             each.add(share)
         assert (once.value, once.mass) == (pytest.approx(each.value), each.mass)
+    rates = [Rates(Experience([PLAIN, Shape(3, 1, 4)])) for _ in range(2)]
+    for one in rates:
+        one.cycle(Shape(3, 1, 4), 3, 3, True)
+    rates[0].foreseen(20, 40)
+    for _ in range(20):
+        rates[1].foreseen(1, 2)
+    assert rates[0].chances() == pytest.approx(rates[1].chances()) and rates[0].chances()[0] < 0.65
 
 
 def test_several_requests_are_served_at_once():
