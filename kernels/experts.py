@@ -4,11 +4,13 @@ import torch
 import triton
 import triton.language as tl
 
+from . import dealing
 from .activation import ACTIVATIONS, gated
 from .mlp import halves
 from .tile import ROWS, product, tile_of, up
 
 ROWS_AN_EXPERT = 4  # from this many choices an expert the loop over all experts is cheaper than gathering weights
+MANY = 1024  # pairs that one program still groups in little time
 WIDE = 1 << 26  # elements of the wide MLP's activations at a time
 
 
@@ -183,9 +185,12 @@ def grouping(experts, rows=ROWS):
 
 
 def group(ids, experts, rows=ROWS):
-    """Pairs [N, k] by expert in tiles of `rows`: order [tiles * rows] and expert [tiles], int32 (see `_group`)."""
+    """Pairs [N, k] by expert in tiles of `rows`: order [tiles * rows] and expert [tiles], int32 (see `_group`); the
+    same whatever makes them."""
     pairs = ids.numel()
     count = tiles(pairs, experts, rows)
+    if pairs > MANY:
+        return dealing.group(ids, experts, rows, count)
     order, expert, rank = (
         torch.empty(n, dtype=torch.int32, device=ids.device) for n in (count * rows, count, max(1, pairs))
     )

@@ -17,13 +17,13 @@ from . import experts as moe
 from . import moe as block_of_experts
 from . import qkv as block
 from .activation import gated
-from .attention import slot_of
-from .tile import up
+from .flash import attention
 
 
 @dataclass(frozen=True)
 class Wide:
-    """Launch sizes of a product over many rows: `rows` x `outputs` a program, `depth` columns at a time."""
+    """Launch sizes of a product over many rows: `rows` x `outputs` a program, `depth` columns at a time. Which are
+    taken may follow from the number of rows: `depth` alone decides the order of a sum, and a dtype has one."""
 
     rows: int
     outputs: int
@@ -42,11 +42,42 @@ class Wide:
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
-def wide(dtype, *, rows=128, gated=False):
-    """Sizes by dtype; `rows`: 128 for dense products, 64 where tiles are pairs of one expert; gated: two products."""
+NARROW = Wide(32, 32, 32, 4, 2)  # in fp32, whose products are IEEE and run on the FMA units
+DENSE = {  # and how near to the GPU's arithmetic each comes, about
+    Wide(128, 256, 64, 8, 3): 1.0,
+    Wide(128, 128, 64, 8, 3): 0.85,
+    Wide(64, 128, 64, 4, 3): 0.7,
+    Wide(64, 64, 64, 4, 3): 0.5,
+}
+FEW, MANY = Wide(64, 64, 64, 4, 3), Wide(128, 256, 64, 8, 3)  # pairs an expert
+PROCESSORS = 132  # of an H200
+
+
+def dense(dtype, rows, outputs, gated=False):
+    """Sizes of a product over all rows that are through in the fewest rounds over the processors. gated: of two
+    products at once, which share a program's outputs."""
     if dtype == torch.float32:
-        return Wide(32, 32, 32, 4, 2)
-    return Wide(rows, 128 if rows == 128 and not gated else 64, 64, 8 if rows == 128 else 4, 3)
+        return NARROW
+
+    def time(sizes):
+        programs = triton.cdiv(rows, sizes.rows) * triton.cdiv((1 + gated) * outputs, sizes.outputs)
+        return triton.cdiv(programs, PROCESSORS) * sizes.rows * sizes.outputs / DENSE[sizes]
+
+    return halved(min(DENSE, key=time), gated)
+
+
+def of_experts(dtype, pairs, experts, gated=False):
+    """Sizes of a product whose tiles are pairs of one expert."""
+    if dtype == torch.float32:
+        return NARROW
+    if pairs < MANY.rows * experts * 3 // 4:
+        return FEW
+    return halved(MANY, gated)
+
+
+def halved(sizes, gated):
+    """Half the outputs a program where there are two products of each."""
+    return replace(sizes, outputs=sizes.outputs // 2) if gated else sizes
 
 
 @triton.jit
@@ -62,11 +93,11 @@ def _gather(order_ptr, tile, rows, choices, EXPERTS: tl.constexpr, BM: tl.conste
 @triton.jit(do_not_specialize=["rows", "choices"])
 def _product(
     x_ptr, w_ptr, bias_ptr, residual_ptr, y_ptr, order_ptr, expert_ptr, rows, outputs, columns, choices,
-    EXPERTS: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    EXPERTS: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, EVEN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Program (o, m): BN outputs of row tile m. EXPERTS: a tile holds pairs of one expert (kernels.experts.group).
-    ACTIVATION: act(gate) * up of weight rows o and outputs + o, else the plain product."""
+    ACTIVATION: act(gate) * up of weight rows o and outputs + o, else the plain product. EVEN: BK divides columns."""
     expert = tl.program_id(1) * 0
     if EXPERTS:
         expert = tl.load(expert_ptr + tl.program_id(1))
@@ -80,7 +111,7 @@ def _product(
         y, above = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
         for c in range(0, columns, BK):
             column = (c + at)[None, :]
-            inside = column < columns
+            inside = (column < columns) | EVEN
             x = tl.load(x_ptr + x_low + column, mask=live[:, None] & inside, other=0.0)
             w = tl.load(w_ptr + w_low + column, mask=ok[:, None] & inside, other=0.0)
             y = tl.dot(x, tl.trans(w), y, input_precision="ieee")
@@ -104,11 +135,11 @@ def _product(
 def _dense(x, weight, bias=None, residual=None, *, outputs=None, activation="", dtype=None):
     """x [N, I] times weight -> [N, outputs]."""
     (rows, columns), outputs, x = x.shape, outputs or weight.shape[0], x.contiguous()
-    y, sizes = x.new_empty(rows, outputs, dtype=dtype), wide(x.dtype, gated=activation != "")
+    y, sizes = x.new_empty(rows, outputs, dtype=dtype), dense(x.dtype, rows, outputs, activation != "")
     _product[(triton.cdiv(outputs, sizes.outputs), triton.cdiv(rows, sizes.rows))](
         x, weight, bias, None if residual is None else residual.contiguous(), y, None, None, rows, outputs, columns, 1,
         EXPERTS=False, ACTIVATION=activation, BIAS=bias is not None, RESIDUAL=residual is not None,
-        **sizes.constants, **sizes.options,
+        EVEN=columns % sizes.depth == 0, **sizes.constants, **sizes.options,
     )  # fmt: skip
     return y
 
@@ -135,88 +166,21 @@ def mlp(x, norm_weight, eps, gate_up, down, activation, residual=None):
 
 def experts(x, ids, weights, gate_up, down, activation, residual=None, gate_up_bias=None, down_bias=None):
     """As kernels.experts.reference."""
-    x, (count, columns, width), sizes = x.contiguous(), down.shape, wide(x.dtype, rows=64)
-    order, expert = moe.group(ids, count, sizes.rows)
-    pairs, tiles = ids.numel(), expert.numel()
+    x, (count, columns, width), pairs = x.contiguous(), down.shape, ids.numel()
+    first, second = (of_experts(x.dtype, pairs, count, gated) for gated in (True, False))
+    order, expert = moe.group(ids, count, first.rows)
     h, parts = x.new_empty(pairs, width), x.new_empty(pairs, columns, dtype=torch.float32)
-    for source, weight, bias, target, choices, act in (
-        (x, gate_up, gate_up_bias, h, ids.shape[1], activation),
-        (h, down, down_bias, parts, 1, ""),
+    for sizes, source, weight, bias, target, choices, act in (
+        (first, x, gate_up, gate_up_bias, h, ids.shape[1], activation),
+        (second, h, down, down_bias, parts, 1, ""),
     ):
-        outputs = target.shape[1]
-        _product[(triton.cdiv(outputs, sizes.outputs), tiles)](
-            source, weight, bias, None, target, order, expert, pairs, outputs, source.shape[1], choices,
-            EXPERTS=True, ACTIVATION=act, BIAS=bias is not None, RESIDUAL=False, **sizes.constants, **sizes.options,
+        outputs, inner = target.shape[1], source.shape[1]
+        _product[(triton.cdiv(outputs, sizes.outputs), expert.numel())](
+            source, weight, bias, None, target, order, expert, pairs, outputs, inner, choices,
+            EXPERTS=True, ACTIVATION=act, BIAS=bias is not None, RESIDUAL=False, EVEN=inner % sizes.depth == 0,
+            **sizes.constants, **sizes.options,
         )  # fmt: skip
     return moe.combine(parts, weights, residual, x)
-
-
-@triton.jit(do_not_specialize=["t", "columns", "table"])
-def _flash(
-    q_ptr, k_ptr, v_ptr, pages_ptr, prefix_ptr, sinks_ptr, y_ptr, t, columns, table, groups, scale, window,
-    PAGE: tl.constexpr, R: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr,
-    SINKS: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
-    """Program (s, g, b): BT queries of sequence b and their R heads of group g over all keys up to their own."""
-    head, b, m = tl.program_id(1), tl.program_id(2), tl.arange(0, BT * BR)
-    row, own = tl.program_id(0) * BT + m // BR, m % BR
-    live, lane_k, lane_v = (row < t) & (own < R), tl.arange(0, BK), tl.arange(0, BV)
-    prefix = tl.load(prefix_ptr + b).to(tl.int32)
-    last = prefix + row
-    at = (b.to(tl.int64) * t + row) * (groups * R) + head * R + own
-    q = tl.load(q_ptr + at[:, None] * DK + lane_k[None, :], mask=live[:, None] & (lane_k < DK)[None, :], other=0.0)
-    end = tl.minimum(tl.minimum(prefix + t, prefix + (tl.program_id(0) + 1) * BT), columns * PAGE)
-    begin = prefix * 0
-    if WINDOW:
-        begin = tl.maximum(prefix + tl.program_id(0) * BT - window + 1, 0) // BN * BN
-    top, norm_ = tl.full([BT * BR], float("-inf"), tl.float32), tl.zeros([BT * BR], tl.float32)
-    total = tl.zeros([BT * BR, BV], tl.float32)
-    for start in range(begin, end, BN):
-        key = start + tl.arange(0, BN)
-        inside = key < end
-        low = (slot_of(pages_ptr + b.to(tl.int64) * table, key, inside, PAGE) * groups + head)[:, None]
-        k = tl.load(k_ptr + low * DK + lane_k[None, :], mask=inside[:, None] & (lane_k < DK)[None, :], other=0.0)
-        v = tl.load(v_ptr + low * DV + lane_v[None, :], mask=inside[:, None] & (lane_v < DV)[None, :], other=0.0)
-        seen = live[:, None] & (key[None, :] <= last[:, None])
-        if WINDOW:
-            seen = seen & (key[None, :] > last[:, None] - window)
-        score = tl.where(seen, tl.dot(q, tl.trans(k), input_precision="ieee") * scale, float("-inf"))
-        high = tl.maximum(top, tl.max(score, 1))
-        base = tl.where(high == float("-inf"), 0.0, high)
-        weight, keep = tl.math.exp2(score - base[:, None]), tl.math.exp2(top - base)
-        norm_, top = norm_ * keep + tl.sum(weight, 1), high
-        total = tl.dot(weight.to(v.dtype), v, total * keep[:, None], input_precision="ieee")
-    if SINKS:
-        sink = tl.load(sinks_ptr + head * R + own, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
-        high = tl.maximum(top, sink)
-        keep = tl.math.exp2(top - high)
-        norm_, total = norm_ * keep + tl.math.exp2(sink - high), total * keep[:, None]
-    y = (total / norm_[:, None]).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + at[:, None] * DV + lane_v[None, :], y, mask=live[:, None] & (lane_v < DV)[None, :])
-
-
-def _flash_sizes(dtype, ratio, width_k, width_v):
-    """Constants and launch options: 64 (query, head) rows a program, 16 in fp32."""
-    padded, narrow = up(ratio), dtype == torch.float32
-    queries = max(1, (16 if narrow else 64) // padded)
-    constants = {"R": ratio, "DK": width_k, "DV": width_v, "BT": queries, "BR": padded, "BN": 16 if narrow else 64}
-    constants |= {"BK": max(16, up(width_k)), "BV": max(16, up(width_v))}
-    return constants, {"num_warps": 4, "num_stages": 1 if narrow else 2}
-
-
-def attention(q, k_plane, v_plane, pages, prefix, tree, page_size, scale, window=None, sinks=None):
-    """As kernels.attention.reference, of a causal pass. Raises ValueError for a tree."""
-    if tree is not None:
-        raise ValueError("prefill attention is causal; a tree takes kernels.attention.fused")
-    (rows, heads, width_k), (groups, width_v), b = q.shape, v_plane.shape[1:], pages.shape[0]
-    constants, options = _flash_sizes(q.dtype, heads // groups, width_k, width_v)
-    t, y = rows // b, q.new_empty(rows, heads * width_v)
-    _flash[(triton.cdiv(t, constants["BT"]), groups, b)](
-        q.contiguous(), k_plane, v_plane, pages, prefix, sinks, y, t, pages.shape[1], pages.stride(0), groups,
-        scale * 1.4426950408889634, window or 0, PAGE=page_size, WINDOW=window is not None, SINKS=sinks is not None,
-        **constants, **options,
-    )  # fmt: skip
-    return y
 
 
 def route(x, norm_weight, eps, gate, rule, bias=None, correction=None):
@@ -296,27 +260,22 @@ OPERATIONS = {
 
 
 def specimens():
-    """Compile specimens: Qwen3-30B-A3B and the demo pair."""
+    """Compile specimens: all sizes, with experts and without."""
     cases = []
     for dtype, name in ((torch.bfloat16, "*bf16"), (torch.float16, "*fp16"), (torch.float32, "*fp32")):
-        for experts_, act, bias, residual in (
-            (False, "", True, True),
-            (False, "silu", False, False),
-            (True, "silu", False, False),
-            (True, "clamped_swiglu", True, False),
-            (True, "", True, False),
+        for experts_, act, bias, residual, even in (
+            (False, "", True, True, False),
+            (False, "silu", False, False, True),
+            (True, "silu", False, False, True),
+            (True, "clamped_swiglu", True, False, True),
+            (True, "", True, False, True),
         ):
-            sizes = wide(dtype, rows=64 if experts_ else 128, gated=act != "")
             types = dict.fromkeys(("x_ptr", "w_ptr", "bias_ptr", "residual_ptr", "y_ptr"), name)
             types |= {"order_ptr": "*i32", "expert_ptr": "*i32"}
             types |= dict.fromkeys(("rows", "outputs", "columns", "choices"), "i32")
-            given = {"EXPERTS": experts_, "ACTIVATION": act, "BIAS": bias, "RESIDUAL": residual}
-            cases.append((_product, types, given | sizes.constants, sizes.options))
-        for ratio, width, extra in ((8, 128, False), (2, 64, True), (3, 80, False)):
-            constants, options = _flash_sizes(dtype, ratio, width, width)
-            types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "sinks_ptr", "y_ptr"), name) | {"pages_ptr": "*i32"}
-            types |= {"prefix_ptr": "*i64", "scale": "fp32"} | dict.fromkeys(
-                ("t", "columns", "table", "groups", "window"), "i32"
-            )
-            cases.append((_flash, types, constants | {"PAGE": 16, "WINDOW": extra, "SINKS": extra}, options))
+            given = {"EXPERTS": experts_, "ACTIVATION": act, "BIAS": bias, "RESIDUAL": residual, "EVEN": even}
+            several = [NARROW] if dtype == torch.float32 else (FEW, MANY) if experts_ else DENSE
+            for sizes in several:
+                own = sizes if sizes is FEW else halved(sizes, act != "" and dtype != torch.float32)
+                cases.append((_product, types, given | own.constants, own.options))
     return cases
