@@ -168,10 +168,11 @@ class Tree:
     parents: torch.Tensor  # B T   parents[0] = 0
     depths: torch.Tensor  # B T
     ancestors: torch.Tensor  # B T   bit j: node j is an ancestor, or the node itself
+    positions: torch.Tensor  # B T   n + depth
+    index: torch.Tensor  # B T   n + node, the cache row it writes
     aux: torch.Tensor  # B T F the target's features at each node
     target_ids: torch.Tensor  # B T   the target's token after each node
-    lse: torch.Tensor  # B T   fp32 log-sum-exp of the node's logits, written where they are kept
-    finite: torch.Tensor  # B T   bool: the node's logits were finite
+    lse: torch.Tensor  # B T   fp32 log-sum-exp of the node's logits
     path: torch.Tensor  # B P   accepted nodes, root first
     logits: torch.Tensor | None  # B T V fp32 where somebody asked for them
     rule: Greedy | Sampled
@@ -190,11 +191,12 @@ class Tree:
             tokens=ints(t),
             parents=ints(t),
             depths=ints(t),
-            ancestors=ints(t) + 1,  # what plain decoding needs: the root sees itself
+            ancestors=ints(t),
+            positions=ints(t),
+            index=ints(t),
             aux=torch.zeros(batch, t, features, dtype=dtype, device=device),
             target_ids=ints(t),
             lse=torch.zeros(batch, t, device=device),
-            finite=torch.ones(batch, t, dtype=torch.bool, device=device),
             path=ints(shape.path),
             logits=None if vocabulary is None else torch.zeros(batch, t, vocabulary, device=device),
             rule=rule,

@@ -36,7 +36,7 @@ class Cycle:
         self.ops.publish(s.block, s.host, s.turn)
 
     def draft(self):
-        """Tree of the next candidates; the drafter has then seen every committed token."""
+        """Tokens and parents of the next candidates; the drafter has then seen every committed token."""
         s, t = self.state, self.tree
         if t.q is not None:
             t.q.zero_()
@@ -45,26 +45,21 @@ class Cycle:
             if self.astray:
                 self.tp.follow(t.tokens)
                 self.tp.follow(t.parents)
-            s.backlog.zero_()
-            self.ops.ancestry(t.parents, t.depths, t.ancestors, t.shape.steps)
-        t.tokens[:, 0] = s.root  # whatever the drafter wrote there
 
     def verify(self):
         """The target over all nodes: node j ropes at n + depth and writes row n + j. The rule picks its answers."""
         s, t = self.state, self.tree
-        n = s.seq_lens[:, None]
-        index = n + torch.arange(t.shape.draft_tokens, device=n.device)
-        batch = Batch(t.tokens, n + t.depths, index, s.pages, s.seq_lens, t.ancestors)
+        self.ops.plant(
+            s.root, s.seq_lens, t.tokens, t.parents, t.depths, t.ancestors, t.positions, t.index, t.shape.steps
+        )
+        batch = Batch(t.tokens, t.positions, t.index, s.pages, s.seq_lens, t.ancestors)
         hidden, aux = self.target.forward(batch, self.cache)
         logits = None if t.logits is None else t.logits.flatten(0, 1)
         _, ids, lse = self.target.head(hidden, 1, logits)
-        t.finite.copy_(torch.isfinite(lse).view_as(t.finite))
-        if t.logits is not None:
-            t.lse.copy_(lse.view_as(t.lse))
-        t.target_ids.copy_(t.rule.answer(self.ops, ids.view_as(t.target_ids), s, t))
+        ids = t.rule.answer(self.ops, ids.view_as(t.target_ids), s, t)
+        self.ops.record(ids, lse, aux, t.target_ids, t.lse, t.aux)
         if self.astray and t.q is not None:
             self.tp.follow(t.target_ids)
-        t.aux.copy_(aux.view_as(t.aux))
 
     def accept(self):
         """The accepted path, what it emits, the cuts; and the rows the drafter will extend over."""
@@ -74,7 +69,7 @@ class Cycle:
             t.tokens,
             t.parents,
             t.target_ids,
-            t.finite,
+            t.lse,
             s.seq_lens,
             s.limits,
             s.stop_ids,
@@ -87,7 +82,8 @@ class Cycle:
             s.root,
         )
         if self.drafter is not None:
-            self.ops.follow(emitted, t.aux, t.path, s.accept_lens, s.backlog, s.backlog_tokens, s.backlog_features)
+            waiting, drafted = (s.backlog, s.backlog_tokens, s.backlog_features), t.shape.steps > 0
+            self.ops.follow(emitted, t.aux, t.path, s.accept_lens, *waiting, drafted)
 
     def commit(self):
         """The path's cache rows become the last committed rows."""

@@ -162,5 +162,5 @@ def guesses(drafter, ids, features, steps, k, device, dtype):
                 at, bits = (row + step)[:, None], torch.full((b, 1), (1 << step) - 1, device=device)
                 batch = Batch(tokens[row + step + 1][:, None], at, at, table, row + 1, bits)
                 hidden = drafter.forward(tokens[row + step + 1], drafter.recycle(hidden), batch, cache)
-            out[row, step] = drafter.best(hidden[:, None], k)[1][:, 0]
+            out[row, step] = drafter.in_target(drafter.best(hidden[:, None], k)[1][:, 0])
     return out

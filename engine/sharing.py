@@ -68,7 +68,7 @@ class Lent:
     def embedding(self):
         """The whole embedding."""
         own = self.target.embedding
-        return Embedding(self.source, own.name, own.vocabulary, own.weight.shape[1], TP())
+        return Embedding(self.source, own.name, own.vocabulary, own.weight.shape[1], own.ops, TP())
 
     @cached_property
     def head(self):

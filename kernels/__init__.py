@@ -27,6 +27,7 @@ from . import (
     publish,
     qkv,
     routing,
+    rows,
     sampling,
     stamp,
     tree,
@@ -52,10 +53,14 @@ class Ops:
     moe: Callable
     mlp: Callable
     head: Callable
+    embed: Callable
+    behind: Callable
+    last: Callable
     draft_input: Callable
     grow: Callable
     choose: Callable
-    ancestry: Callable
+    plant: Callable
+    record: Callable
     walk: Callable
     follow: Callable
     uniform: Callable
@@ -83,10 +88,14 @@ REFERENCE = Ops(
     moe=moe.composed(routing.reference, experts.reference),
     mlp=mlp.reference,
     head=head.reference,
+    embed=rows.embed,
+    behind=rows.behind,
+    last=rows.last,
     draft_input=draft_input.reference,
     grow=tree.grow,
     choose=tree.choose,
-    ancestry=tree.ancestry,
+    plant=tree.plant,
+    record=rows.record,
     walk=accept.walk,
     follow=accept.follow,
     uniform=philox.uniform,
@@ -114,10 +123,14 @@ FUSED = Ops(
     moe=moe.composed(routing.fused, experts.fused),
     mlp=mlp.fused,
     head=head.fused,
+    embed=rows.embed_fused,
+    behind=rows.behind_fused,
+    last=rows.last_fused,
     draft_input=draft_input.fused,
     grow=tree.grow_fused,
     choose=tree.choose_fused,
-    ancestry=tree.ancestry_fused,
+    plant=tree.plant_fused,
+    record=rows.record_fused,
     walk=accept.walk_fused,
     follow=accept.follow_fused,
     uniform=philox.uniform_fused,

@@ -12,7 +12,7 @@ def walk(
     tokens,
     parents,
     target_ids,
-    finite,
+    lse,
     seq_lens,
     limits,
     stop_ids,
@@ -28,7 +28,8 @@ def walk(
 
     Args:
         tokens, parents, target_ids: [B, T] int64 the tree and the target's token after each node.
-        finite: [B, T] bool, false where the node's logits were not finite: nothing is emitted after such a node.
+        lse: [B, T] fp32 log-sum-exp of the node's logits; not finite where these are not: nothing is emitted after
+        such a node.
         seq_lens, limits: [B] committed rows, and how many there may be.
         stop_ids: [B, M] ids that end a sequence (-1: unused).
         path, emitted: [B, P] written; emitted[k] follows node path[k].
@@ -37,7 +38,7 @@ def walk(
         done, fault: [B] flags, updated: the sequence has ended; it ended on non-finite logits.
         root: [B] updated: the last token emitted.
     """
-    node, ended = torch.arange(tokens.shape[1], device=tokens.device), done != 0
+    node, ended, finite = torch.arange(tokens.shape[1], device=tokens.device), done != 0, torch.isfinite(lse)
     at = torch.zeros_like(seq_lens)[:, None]
     alive = finite.gather(1, at)
     broken, steps, lens, match = ~alive, [at], alive.long(), torch.zeros_like(at)
@@ -68,14 +69,17 @@ def walk(
     root.copy_(torch.where(reach > 0, last, root))
 
 
-def follow(emitted, aux, path, accept_lens, backlog, backlog_tokens, backlog_features):
-    """Append what was emitted, and the target's features under it, to the rows the drafter has yet to see.
+def follow(emitted, aux, path, accept_lens, backlog, backlog_tokens, backlog_features, drafted):
+    """What was emitted, and the target's features under it, to the rows the drafter has yet to see: after those that
+    wait, or in their place where it has `drafted` and so has seen them.
 
     Args:
         emitted, path: [B, P]; aux: [B, T, F] features of the tree's nodes; accept_lens: [B].
-        backlog: [B] rows waiting, advanced; backlog_tokens [B, W+1], backlog_features [B, W+1, F]: written at
-        backlog + k for k < accept_lens. Row W is scratch: what does not count lands there.
+        backlog: [B] rows waiting, updated; backlog_tokens [B, W+1], backlog_features [B, W+1, F]: written at
+        backlog + k (drafted: k) for k < accept_lens. Row W is scratch: what does not count lands there.
     """
+    if drafted:
+        backlog.zero_()
     width, k = backlog_tokens.shape[1] - 1, torch.arange(path.shape[1], device=path.device)
     at = torch.where(k < accept_lens[:, None], (backlog[:, None] + k).clamp(max=width), width)
     backlog_tokens.scatter_(1, at, emitted)
@@ -86,7 +90,7 @@ def follow(emitted, aux, path, accept_lens, backlog, backlog_tokens, backlog_fea
 
 @triton.jit
 def _walk(
-    tokens_ptr, parents_ptr, target_ptr, finite_ptr, seq_ptr, limit_ptr, stop_ptr, path_ptr, emitted_ptr,
+    tokens_ptr, parents_ptr, target_ptr, lse_ptr, seq_ptr, limit_ptr, stop_ptr, path_ptr, emitted_ptr,
     lens_ptr, matched_ptr, done_ptr, fault_ptr, root_ptr, nodes, steps, stops, emitted_stride, flag_stride,
     BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
@@ -97,7 +101,7 @@ def _walk(
     token = tl.load(tokens_ptr + line + node, mask=inside, other=-1)
     parent = tl.load(parents_ptr + line + node, mask=inside, other=-1)
     target = tl.load(target_ptr + line + node, mask=inside, other=-1)
-    finite = tl.load(finite_ptr + line + node, mask=inside, other=0).to(tl.int32)
+    finite = (tl.abs(tl.load(lse_ptr + line + node, mask=inside, other=0.0)) < float("inf")).to(tl.int32)
     alive = tl.sum(tl.where(node == 0, finite, 0), 0)
     broken, lens, match, at = 1 - alive, alive, alive * 0, alive * 0
     path = tl.zeros([BP], tl.int32)
@@ -143,7 +147,7 @@ def walk_fused(
     tokens,
     parents,
     target_ids,
-    finite,
+    lse,
     seq_lens,
     limits,
     stop_ids,
@@ -161,7 +165,7 @@ def walk_fused(
     if len({f.stride(0) for f in flags}) != 1 or any(f.dtype != torch.int64 for f in flags):
         raise ValueError("walk: accept_lens, matched, done and fault share one stride and are int64")
     _walk[(b,)](
-        tokens.contiguous(), parents, target_ids, finite.view(torch.uint8), seq_lens, limits, stop_ids, path, emitted,
+        tokens.contiguous(), parents, target_ids, lse, seq_lens, limits, stop_ids, path, emitted,
         *flags, root, nodes, steps, stops, emitted.stride(0), flags[0].stride(0),
         BT=up(nodes), BP=up(steps), BS=up(stops), num_warps=1,
     )  # fmt: skip
@@ -170,12 +174,14 @@ def walk_fused(
 @triton.jit
 def _follow(
     emitted_ptr, aux_ptr, path_ptr, lens_ptr, backlog_ptr, tokens_ptr, features_ptr, steps, nodes, room, width,
-    emitted_stride, lens_stride, BW: tl.constexpr,
+    emitted_stride, lens_stride, DRAFTED: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     """Program (w, k, b): BW features under the k-th emitted token of sequence b; the first program adds the token."""
     k, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     if k < tl.load(lens_ptr + b * lens_stride):
-        at = tl.minimum(tl.load(backlog_ptr + b) + k, room - 1)
+        at = k.to(tl.int64)
+        if not DRAFTED:
+            at = tl.minimum(tl.load(backlog_ptr + b) + k, room - 1)
         lane = tl.program_id(0) * BW + tl.arange(0, BW)
         node = tl.load(path_ptr + b * steps + k)
         row = tl.load(aux_ptr + (b * nodes + node) * width + lane, mask=lane < width, other=0.0)
@@ -184,29 +190,38 @@ def _follow(
             tl.store(tokens_ptr + b * room + at, tl.load(emitted_ptr + b * emitted_stride + k))
 
 
-def follow_fused(emitted, aux, path, accept_lens, backlog, backlog_tokens, backlog_features):
+def follow_fused(emitted, aux, path, accept_lens, backlog, backlog_tokens, backlog_features, drafted):
     """The twin of `follow`: the rows in one launch, then the count of them."""
     b, steps = path.shape
     nodes, width, block = aux.shape[1], aux.shape[2], min(1024, max(16, up(aux.shape[2])))
     _follow[(max(1, triton.cdiv(width, block)), steps, b)](  # no features: the tokens are still written
         emitted, aux.contiguous(), path, accept_lens, backlog, backlog_tokens, backlog_features, steps, nodes,
-        backlog_tokens.shape[1], width, emitted.stride(0), accept_lens.stride(0), BW=block, num_warps=4,
+        backlog_tokens.shape[1], width, emitted.stride(0), accept_lens.stride(0), DRAFTED=drafted, BW=block,
+        num_warps=4,
     )  # fmt: skip
-    backlog.add_(accept_lens)
+    if drafted:
+        backlog.copy_(accept_lens)
+    else:
+        backlog.add_(accept_lens)
 
 
 def specimens():
     """Compile specimens: a chain and a full tree."""
     ints = ("tokens_ptr", "parents_ptr", "target_ptr", "seq_ptr", "limit_ptr", "stop_ptr", "path_ptr", "emitted_ptr")
     flags = ("lens_ptr", "matched_ptr", "done_ptr", "fault_ptr", "root_ptr")
-    walked = dict.fromkeys((*ints, *flags), "*i64") | {"finite_ptr": "*u8"}
+    walked = dict.fromkeys((*ints, *flags), "*i64") | {"lse_ptr": "*fp32"}
     walked |= dict.fromkeys(("nodes", "steps", "stops", "emitted_stride", "flag_stride"), "i32")
     followed = dict.fromkeys(("emitted_ptr", "path_ptr", "lens_ptr", "backlog_ptr", "tokens_ptr"), "*i64")
     followed |= dict.fromkeys(("steps", "nodes", "room", "width", "emitted_stride", "lens_stride"), "i32")
     return [
         *((_walk, walked, {"BT": t, "BP": p, "BS": 32}, {"num_warps": 1}) for t, p in ((1, 1), (4, 4), (64, 8))),
         *(
-            (_follow, followed | dict.fromkeys(("aux_ptr", "features_ptr"), name), {"BW": 1024}, {"num_warps": 4})
-            for name in ("*bf16", "*fp16", "*fp32")
+            (
+                _follow,
+                followed | dict.fromkeys(("aux_ptr", "features_ptr"), name),
+                {"DRAFTED": drafted, "BW": 1024},
+                {"num_warps": 4},
+            )
+            for name, drafted in (("*bf16", True), ("*fp16", False), ("*fp32", True))
         ),
     ]

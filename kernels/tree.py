@@ -12,50 +12,66 @@ from .select import largest
 from .tile import SMALLEST, index_of, ordered, up
 
 
-def grow(values, ids, lse, scores, nodes, pool, offset):
+def grow(values, ids, lse, to_target, seq_lens, beam, pool, step):
     """Score the children of the current beam, append them to the pool, keep the best K as the next beam.
 
     Args:
-        values, ids: [B, Q, K] logits and target ids of each beam's best K; lse: [B, Q] their log-sum-exp.
-        scores: [B, Q] cumulative log-probability of the beam; nodes: [B, Q] its pool indices (-1: the root).
-        pool: (scores, tokens, parents), each [B, M], written at [offset, offset + Q*K).
-        offset: first free pool index (host int).
+        values, ids: [B, Q, K] logits and ids of each beam's best K; lse: [B, Q] their log-sum-exp.
+        to_target: [Vd] int64 added to ids below Vd to make them the target's, or None; seq_lens: [B] committed rows n.
+        beam: (scores, nodes, bits), each [B, Q]: cumulative log-probability, pool index, and the rows past the prefix
+        of itself and of those before it; None: the root (Q = 1).
+        pool: (scores, tokens, parents), each [B, M], in the order drafted; step: passes before this one (host int).
 
     Returns:
-        tokens, scores, nodes, source, each [B, K]: the next beam; source = which of the Q beams it extends.
+        the next beam's pass: tokens, source (which of the Q beams it extends), positions, index (row of the cache),
+        each [B, K]; and the next beam.
         A non-finite row proposes nothing: its children get score -inf and token -1.
     """
     b, q, k = values.shape
+    if beam is None:
+        beam = torch.zeros_like(lse), torch.full_like(ids[..., 0], -1), torch.zeros_like(ids[..., 0])
+    scores, nodes, bits = beam
     child = values - lse[..., None] + scores[..., None]
     sound = torch.isfinite(child)
     child = torch.where(sound, child, float("-inf")).view(b, q * k)
-    token = torch.where(sound, ids, -1).view(b, q * k)
+    ids = ids if to_target is None else ids + to_target[ids]
+    token, offset = torch.where(sound, ids, -1).view(b, q * k), first_of(step, k)
     for buffer, x in zip(pool, (child, token, nodes.repeat_interleave(k, 1)), strict=True):
         buffer[:, offset : offset + q * k] = x
     best, pick = largest(child, k)
-    return token.gather(1, pick), best, offset + pick, pick // k
+    source, own = pick // k, step * k + torch.arange(k, device=ids.device)
+    bits = bits.gather(1, source) | (torch.ones_like(own) << (own & 63))  # past 63 no pass follows
+    position, index = (seq_lens + step)[:, None].repeat(1, k), seq_lens[:, None] + own
+    return token.gather(1, pick), source, position, index, (best, offset + pick, bits)
 
 
-def choose(pool, tokens, parents):
+def first_of(step, k):
+    """First pool index of the candidates of a step."""
+    return k + (step - 1) * k * k if step else 0
+
+
+def choose(pool, root, tokens, parents):
     """Keep the best T-1 nodes of the pool, in pool order, parents renumbered to tree nodes.
 
     Args:
-        pool: (scores, tokens, parents), each [B, M], M >= T-1.
-        tokens, parents: [B, T] the tree; nodes 1..T-1 are written, node 0 is the root. parents[0] = 0.
+        pool: (scores, tokens, parents), each [B, M], M >= T-1; root: [B] token of node 0.
+        tokens, parents: [B, T] the tree, written. parents[0] = 0.
     """
     scores, pool_tokens, pool_parents = pool
     pick = largest(scores, tokens.shape[1] - 1)[1].sort(1).values  # a parent scores no less than its child
     parent = pool_parents.gather(1, pick)
+    tokens[:, 0] = root
     tokens[:, 1:] = pool_tokens.gather(1, pick)
     parents[:, 0] = 0
     parents[:, 1:] = torch.where(parent < 0, 0, torch.searchsorted(pick, parent.contiguous()) + 1)
 
 
-def ancestry(parents, depths, ancestors, steps):
-    """Depths and ancestor bits of every node from the parents.
+def plant(root, seq_lens, tokens, parents, depths, ancestors, positions, index, steps):
+    """What a verify pass needs of a tree, from its parents.
 
     Args:
-        parents: [B, T] int64, parents[0] = 0 and parents[j] < j; depths, ancestors: [B, T] int64, written.
+        root, seq_lens: [B] token of node 0, committed rows n; parents: [B, T], parents[0] = 0 and parents[j] < j.
+        tokens: [B, T], node 0 is written; depths, ancestors, positions (n + depth), index (n + node): [B, T], written.
         steps: greatest depth (host int). Bit j of a node's ancestors is set for itself and every ancestor j.
     """
     node = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
@@ -64,27 +80,38 @@ def ancestry(parents, depths, ancestors, steps):
         depth = depth + (at > 0)
         at = parents.gather(1, at)
         bits = bits | (torch.ones_like(bits) << at)
-    depths.copy_(depth)
-    ancestors.copy_(bits)
+    tokens[:, 0] = root
+    for out, x in ((depths, depth), (ancestors, bits), (positions, seq_lens[:, None] + depth)):
+        out.copy_(x)
+    index.copy_(seq_lens[:, None] + node)
 
 
 @triton.jit
 def _grow(
-    values_ptr, ids_ptr, lse_ptr, scores_ptr, nodes_ptr, pool_scores_ptr, pool_tokens_ptr, pool_parents_ptr,
-    token_out, score_out, node_out, source_out, beams, k, candidates, offset, BC: tl.constexpr, BK: tl.constexpr,
+    values_ptr, ids_ptr, lse_ptr, map_ptr, seq_ptr, scores_ptr, nodes_ptr, bits_ptr, pool_scores_ptr, pool_tokens_ptr,
+    pool_parents_ptr, token_out, source_out, position_out, index_out, score_out, node_out, bits_out,
+    beams, k, candidates, offset, step,
+    MAP: tl.constexpr, ROOT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Program b: children of the beam into the pool, the best k of them out."""
+    """Program b: children of the beam into the pool, the best k of them out. ROOT: the beam is the root."""
     b, at, pick = tl.program_id(0).to(tl.int64), tl.arange(0, BC), tl.arange(0, BK)
     inside, beam = at < beams * k, b * beams + at // k
-    value = tl.load(values_ptr + b * beams * k + at, mask=inside, other=0.0)
-    child = value - tl.load(lse_ptr + beam, mask=inside, other=0.0) + tl.load(scores_ptr + beam, mask=inside, other=0.0)
+    child = tl.load(values_ptr + b * beams * k + at, mask=inside, other=0.0)
+    child -= tl.load(lse_ptr + beam, mask=inside, other=0.0)
+    node = tl.full([BC], -1, tl.int64)
+    if not ROOT:
+        child += tl.load(scores_ptr + beam, mask=inside, other=0.0)
+        node = tl.load(nodes_ptr + beam, mask=inside, other=0)
     sound = tl.abs(child) < float("inf")
     child = tl.where(sound, child, float("-inf"))
-    token = tl.where(sound, tl.load(ids_ptr + b * beams * k + at, mask=inside, other=-1), -1)
+    token = tl.load(ids_ptr + b * beams * k + at, mask=inside, other=0)
+    if MAP:
+        token += tl.load(map_ptr + token, mask=inside, other=0)
+    token = tl.where(sound, token, -1)
     slot = b * candidates + offset + at
     tl.store(pool_scores_ptr + slot, child, mask=inside)
     tl.store(pool_tokens_ptr + slot, token, mask=inside)
-    tl.store(pool_parents_ptr + slot, tl.load(nodes_ptr + beam, mask=inside, other=0), mask=inside)
+    tl.store(pool_parents_ptr + slot, node, mask=inside)
     keys = tl.where(inside, ordered(child, at), SMALLEST)
     best, score, chosen = tl.zeros([BK], tl.int64), tl.zeros([BK], tl.float32), tl.zeros([BK], tl.int64)
     for j in range(k):
@@ -94,29 +121,37 @@ def _grow(
         score = tl.where(pick == j, tl.max(tl.where(hit, child, float("-inf")), 0), score)
         chosen = tl.where(pick == j, tl.sum(tl.where(hit, token, 0), 0), chosen)
         keys = tl.where(hit, SMALLEST, keys)
-    out, wanted = b * k + pick, pick < k
+    out, wanted, source, own = b * k + pick, pick < k, best // k, (step * k + pick).to(tl.int64)
+    prefix = tl.load(seq_ptr + b)
+    bits = tl.full([BK], 1, tl.int64) << (own & 63)
+    if not ROOT:
+        bits = bits | tl.load(bits_ptr + b * beams + source, mask=wanted, other=0)
     tl.store(token_out + out, chosen, mask=wanted)
+    tl.store(source_out + out, source, mask=wanted)
+    tl.store(position_out + out, prefix + step + pick * 0, mask=wanted)
+    tl.store(index_out + out, prefix + own, mask=wanted)
     tl.store(score_out + out, score, mask=wanted)
     tl.store(node_out + out, best + offset, mask=wanted)
-    tl.store(source_out + out, best // k, mask=wanted)
+    tl.store(bits_out + out, bits, mask=wanted)
 
 
-def grow_fused(values, ids, lse, scores, nodes, pool, offset):
+def grow_fused(values, ids, lse, to_target, seq_lens, beam, pool, step):
     """The twin of `grow`."""
     b, q, k = values.shape
-    tokens, out_nodes, source = (ids.new_empty(b, k) for _ in range(3))
-    best = values.new_empty(b, k)
+    tokens, source, position, index, nodes, bits = ids.new_empty(6, b, k)
+    scores, size = values.new_empty(b, k), max(16, up(q * k))
     _grow[(b,)](
-        values.contiguous(), ids.contiguous(), lse.contiguous(), scores.contiguous(), nodes.contiguous(), *pool,
-        tokens, best, out_nodes, source, q, k, pool[0].shape[1], offset,
-        BC=max(16, up(q * k)), BK=up(k), num_warps=4,
+        values.contiguous(), ids.contiguous(), lse.contiguous(), to_target, seq_lens,
+        *((None,) * 3 if beam is None else (x.contiguous() for x in beam)), *pool,
+        tokens, source, position, index, scores, nodes, bits, q, k, pool[0].shape[1], first_of(step, k), step,
+        MAP=to_target is not None, ROOT=beam is None, BC=size, BK=up(k), num_warps=1 if size <= 128 else 4,
     )  # fmt: skip
-    return tokens, best, out_nodes, source
+    return tokens, source, position, index, (scores, nodes, bits)
 
 
 @triton.jit
 def _choose(
-    scores_ptr, pool_tokens_ptr, pool_parents_ptr, tokens_ptr, parents_ptr, candidates, nodes,
+    scores_ptr, pool_tokens_ptr, pool_parents_ptr, root_ptr, tokens_ptr, parents_ptr, candidates, nodes,
     BC: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """Program b: the best nodes - 1 of the pool in pool order, parents renumbered."""
@@ -137,46 +172,66 @@ def _choose(
     tl.store(tokens_ptr + line + place, tl.load(pool_tokens_ptr + b * candidates + chosen, mask=wanted), mask=wanted)
     tl.store(parents_ptr + line + place, tl.where(parent < 0, 0, above), mask=wanted)
     tl.store(parents_ptr + line, tl.zeros([], tl.int64))
+    tl.store(tokens_ptr + line, tl.load(root_ptr + b))
 
 
-def choose_fused(pool, tokens, parents):
+def choose_fused(pool, root, tokens, parents):
     """The twin of `choose`."""
     b, nodes = tokens.shape
     candidates = pool[0].shape[1]
-    _choose[(b,)](*pool, tokens, parents, candidates, nodes, BC=max(16, up(candidates)), BT=up(nodes), num_warps=4)
+    size = max(16, up(candidates))
+    _choose[(b,)](
+        *pool, root, tokens, parents, candidates, nodes, BC=size, BT=up(nodes), num_warps=1 if size <= 128 else 4
+    )
 
 
 @triton.jit
-def _ancestry(parents_ptr, depths_ptr, ancestors_ptr, nodes, steps, BT: tl.constexpr):
+def _plant(
+    root_ptr, seq_ptr, tokens_ptr, parents_ptr, depths_ptr, ancestors_ptr, positions_ptr, index_ptr, nodes, steps,
+    BT: tl.constexpr,
+):  # fmt: skip
     """Program b: walk every node to the root at once."""
-    line, node = tl.program_id(0).to(tl.int64) * nodes, tl.arange(0, BT)
-    inside, at = node < nodes, node.to(tl.int64)
-    one = tl.full([BT], 1, tl.int64)
+    b, node = tl.program_id(0).to(tl.int64), tl.arange(0, BT)
+    line, inside, at = b * nodes, node < nodes, node.to(tl.int64)
+    prefix, one = tl.load(seq_ptr + b), tl.full([BT], 1, tl.int64)
     bits, depth = one << at, tl.zeros([BT], tl.int64)
+    tl.store(tokens_ptr + line, tl.load(root_ptr + b))
+    tl.store(index_ptr + line + node, prefix + node, mask=inside)
     for _ in range(steps):
         depth += (at > 0).to(tl.int64)
         at = tl.load(parents_ptr + line + at, mask=inside, other=0)
         bits = bits | (one << at)
     tl.store(depths_ptr + line + node, depth, mask=inside)
     tl.store(ancestors_ptr + line + node, bits, mask=inside)
+    tl.store(positions_ptr + line + node, prefix + depth, mask=inside)
 
 
-def ancestry_fused(parents, depths, ancestors, steps):
-    """The twin of `ancestry`."""
+def plant_fused(root, seq_lens, tokens, parents, depths, ancestors, positions, index, steps):
+    """The twin of `plant`."""
     b, nodes = parents.shape
-    _ancestry[(b,)](parents, depths, ancestors, nodes, steps, BT=up(nodes), num_warps=1)
+    outputs = (depths, ancestors, positions, index)
+    _plant[(b,)](root, seq_lens, tokens, parents, *outputs, nodes, steps, BT=up(nodes), num_warps=1)
 
 
 def specimens():
     """Compile specimens: a chain, a usual and a wide tree."""
     pool = {"pool_tokens_ptr": "*i64", "pool_parents_ptr": "*i64", "candidates": "i32"}
-    ints = dict.fromkeys(("ids_ptr", "nodes_ptr", "token_out", "node_out", "source_out"), "*i64")
+    ints = dict.fromkeys(("ids_ptr", "map_ptr", "seq_ptr", "nodes_ptr", "bits_ptr", "token_out", "source_out"), "*i64")
+    ints |= dict.fromkeys(("position_out", "index_out", "node_out", "bits_out"), "*i64")
     floats = dict.fromkeys(("values_ptr", "lse_ptr", "scores_ptr", "pool_scores_ptr", "score_out"), "*fp32")
-    grown = ints | floats | pool | dict.fromkeys(("beams", "k", "offset"), "i32")
-    chosen = pool | {"scores_ptr": "*fp32", "tokens_ptr": "*i64", "parents_ptr": "*i64", "nodes": "i32"}
-    bits = dict.fromkeys(("parents_ptr", "depths_ptr", "ancestors_ptr"), "*i64") | {"nodes": "i32", "steps": "i32"}
+    grown = ints | floats | pool | dict.fromkeys(("beams", "k", "offset", "step"), "i32")
+    beam = ("scores_ptr", "nodes_ptr", "bits_ptr")
+    first = {name: kind for name, kind in grown.items() if name not in beam}
+    chosen = pool | {"scores_ptr": "*fp32", "root_ptr": "*i64", "tokens_ptr": "*i64", "parents_ptr": "*i64"}
+    planted = dict.fromkeys(("root_ptr", "seq_ptr", "tokens_ptr", "parents_ptr", "depths_ptr"), "*i64")
+    planted |= dict.fromkeys(("ancestors_ptr", "positions_ptr", "index_ptr"), "*i64") | {"nodes": "i32", "steps": "i32"}
+    sizes = {"MAP": True, "ROOT": False}
     return [
-        *((_grow, grown, {"BC": c, "BK": k}, {"num_warps": 4}) for c, k in ((16, 1), (64, 8), (1024, 32))),
-        *((_choose, chosen, {"BC": c, "BT": t}, {"num_warps": 4}) for c, t in ((16, 4), (256, 64), (4096, 64))),
-        *((_ancestry, bits, {"BT": t}, {"num_warps": 1}) for t in (4, 64)),
+        *((_grow, grown, sizes | {"BC": c, "BK": k}, {"num_warps": w}) for c, k, w in ((16, 1, 1), (1024, 32, 4))),
+        (_grow, first, dict.fromkeys(beam) | {"MAP": False, "ROOT": True, "BC": 16, "BK": 4}, {"num_warps": 1}),
+        *(
+            (_choose, chosen | {"nodes": "i32"}, {"BC": c, "BT": t}, {"num_warps": w})
+            for c, t, w in ((16, 4, 1), (256, 64, 4), (4096, 64, 4))
+        ),
+        *((_plant, planted, {"BT": t}, {"num_warps": 1}) for t in (1, 4, 64)),
     ]

@@ -135,7 +135,7 @@ class Forced:
 
         def noted_grow(*args):
             out = grow(*args)
-            self._steps.append((self._logits, out[0].clone(), out[3].clone()))
+            self._steps.append((self._logits, out[0].clone(), out[1].clone()))
             return out
 
         self._ops = real.ops

@@ -1,7 +1,9 @@
 """The cycle: no host and static shapes in any stage, stages that speak only through State and Tree, and
 the counts of scripted accept patterns."""
 
+import math
 import random
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -61,6 +63,48 @@ def test_no_stage_asks_the_host(history, shape):
     events.close()
 
 
+class Noted(TorchDispatchMode):
+    """Names of what runs on tensors and is no view of one, and no operation of the table."""
+
+    VIEWS = "view slice select expand unsqueeze as_strided empty new_empty split unbind transpose t".split()
+
+    def __init__(self, ops):
+        super().__init__()
+        self.names, self.inside = [], False
+        self.ops = replace(ops, **{f.name: self._quiet(getattr(ops, f.name)) for f in fields(ops)})
+
+    def _quiet(self, operation):
+        def call(*args):
+            self.inside = True
+            out = operation(*args)
+            self.inside = False
+            return out
+
+        return call
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.split("::")[1]
+        if not self.inside and name not in self.VIEWS:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_cycle_is_made_of_operations(toys, shape):
+    """All else is a launch of its own: one that joins the features, one that counts the rows committed. Mutants: a
+    gather, a fill, a copy or an index made between operations."""
+    noted = Noted(REFERENCE)
+    engine = pair(toys.history(), toys.random_draft(), ops=noted.ops)
+    events = engine.stream(PROMPT, Sampling(max_new_tokens=9), shape=shape, details=False)
+    for _ in range(2):
+        next(events)
+    cycle = engine.programs.cycle(1, shape, engine.drafter if shape.steps else None, detail=False, stamped=False)
+    with noted:
+        cycle.run()
+    events.close()
+    assert sorted(noted.names) == ["add_", "cat"]
+
+
 @pytest.mark.parametrize(
     "expression", ["int(x[0])", "x[x > 1]", "x.nonzero()", "x[0].item()", "bool(x.any())", "x.unique()"]
 )
@@ -113,12 +157,12 @@ def test_stages_speak_only_through_state_and_tree(history, shape, monkeypatch):
     def alone(self, stages=Cycle.stages):
         t = self.tree
         if t.shape.steps:
-            for x in (t.tokens, t.parents, t.depths, t.ancestors):
+            for x in (t.tokens, t.parents):
                 x.fill_(1 << 40)
-        for x in (t.target_ids, t.path, self.state.emitted):
+        for x in (t.depths, t.ancestors, t.positions, t.index, t.target_ids, t.path, self.state.emitted):
             x.fill_(1 << 40)
         t.aux.fill_(float("nan"))
-        t.finite.zero_()
+        t.lse.fill_(float("nan"))
         for stage in stages:
             getattr(Cycle(self.target, self.drafter, self.cache, self.state, t, self.ops), stage)()
         self.publish()
@@ -183,6 +227,7 @@ def test_accept_walk_by_hand():
         path, emitted = torch.zeros(2, 4, depth, dtype=torch.int64)
         lens, matched, fault, root = torch.zeros(4, 4, dtype=torch.int64)
         done = torch.tensor([int(c["done"]) for c in cases])
+        ints["finite"] = torch.where(ints["finite"], 1.0, draw.choice([math.nan, math.inf, -math.inf]))
         REFERENCE.walk(
             *(ints[k] for k in ("tokens", "parents", "answers", "finite", "n", "limit")),
             *(stops, path, emitted, lens, matched, done, fault, root.fill_(-5)),

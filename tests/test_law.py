@@ -59,7 +59,10 @@ def row_ops(make):
         ),
         "mlp": ((x, residual), lambda x, r: (ops.mlp(x, gain, 1e-6, wide[0], tall[0], "silu", r),)),
         "head": ((x,), head),
-        "draft_input": ((x, residual), lambda x, h: (ops.draft_input(x, gain, h, gain, 1e-6),)),
+        "draft_input": (
+            (residual, ids[:, 0].contiguous()),
+            lambda h, i: ops.draft_input(i, x, gain, h, None, gain, 1e-6, True),
+        ),
     }
 
 

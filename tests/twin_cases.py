@@ -8,6 +8,7 @@ import torch
 from kernels.attention import causal_bits
 from kernels.routing import Routing
 from kernels.sampling import cutoff
+from kernels.tree import first_of
 
 NOISE = float("nan")
 
@@ -280,15 +281,54 @@ def head(dtype, device):
         yield f"{n}x{d}-{v}-{k}", (x, make.gain(d), 1e-6, weight, k, logits)
 
 
+def embed(dtype, device):
+    make = Make(dtype, device)
+    for ids, d in (([3], 64), ([0, -1, 8, 3, 3], 80), ([5, 1], 2100)):
+        yield f"{len(ids)}x{d}", (make.ints(ids), make.floats(9, d))
+
+
+def behind(dtype, device):
+    make = Make(dtype, device)
+    for seq, backlog, width in (([7], [1], 1), ([12, 900, 0], [3, 4, 0], 4)):
+        yield f"{len(seq)}x{width}", (make.ints(seq), make.ints(backlog), width)
+
+
+def last(dtype, device):
+    make = Make(dtype, device)
+    for b, t, d, backlog in ((1, 4, 64, [3]), (3, 5, 80, [5, 0, 1]), (2, 2, 2100, [1, 2])):
+        yield f"{b}x{t}x{d}", (make.floats(b, t, d), make.ints(backlog))
+
+
 def draft_input(dtype, device):
     make = Make(dtype, device)
-    for n, d in ((1, 64), (5, 80)):
-        yield f"{n}x{d}", (make.floats(n, d), make.gain(d), make.floats(n, d), make.gain(d), 1e-6)
+    for ids, m, d, source, normed in (
+        ([4], 1, 64, None, False),
+        ([4, -1, 0, 8, 8], 5, 80, None, True),
+        (None, 3, 64, None, False),
+        ([2, 7, 1, 1], 2, 80, [[0, 0], [0, 0]], False),
+        ([2, 7, 1, 1, 5, 6], 6, 4100, [[2, 0, 2], [1, 1, 0]], True),
+        (None, 4, 64, [[1, 0], [0, 0]], False),
+    ):
+        table = make.floats(m if ids is None else 9, d)
+        where = None if ids is None else make.ints(ids), table
+        source, name = None if source is None else make.ints(source), f"{m}x{d}-{source and len(source)}"
+        yield name, (*where, make.gain(d), make.floats(m, d), source, make.gain(d), 1e-6, normed)
+
+
+def record(dtype, device):
+    make = Make(dtype, device)
+    for b, t, f in ((1, 1, 0), (2, 3, 80), (1, 4, 2100)):
+        rows = b * t
+        kept = torch.zeros(b, t, dtype=torch.int64, device=device), torch.zeros(b, t, device=device)
+        given = make.ints(list(range(rows)))[:, None], make.floats(rows, dtype=torch.float32), make.floats(rows, f)
+        yield f"{b}x{t}x{f}", (*given, *kept, torch.zeros(b, t, f, dtype=dtype, device=device))
 
 
 def grow(dtype, device):
     make = Make(dtype, device)
-    for b, q, k, offset in ((1, 1, 1, 0), (2, 1, 4, 0), (2, 4, 4, 4), (1, 8, 8, 8), (1, 32, 32, 32)):
+    for b, q, k, step, mapped in ((1, 1, 1, 0, True), (2, 1, 4, 0, False), (2, 4, 4, 1, True), (1, 8, 8, 8, False),
+                                  (2, 1, 1, 2, True), (1, 32, 32, 1, True)):  # fmt: skip
+        offset = first_of(step, k)
         size = (b, offset + q * k + 3)
         pool = (
             torch.zeros(size, device=device),
@@ -302,9 +342,14 @@ def grow(dtype, device):
         if q > 1:
             lse[0, 1] = NOISE  # a row that proposes nothing
         ids = torch.randint(0, 1000, (b, q, k), generator=make.generator).to(device)
-        scores = make.floats(b, q, dtype=torch.float32)
-        nodes = torch.randint(-1, offset + 1, (b, q), generator=make.generator).to(device)
-        yield f"{q}x{k}", (values, ids, lse, scores, nodes, pool, offset)
+        beam = None
+        if step:
+            nodes = torch.randint(-1, offset + 1, (b, q), generator=make.generator).to(device)
+            bits = torch.randint(0, 1 << 40, (b, q), generator=make.generator).to(device)
+            beam = make.floats(b, q, dtype=torch.float32), nodes, bits
+        offsets = torch.randint(0, 90, (1000,), generator=make.generator).to(device) if mapped else None
+        n = make.ints([70, 1][:b])
+        yield f"{q}x{k}-{step}", (values, ids, lse, offsets, n, beam, pool, step)
 
 
 def choose(dtype, device):
@@ -321,15 +366,15 @@ def choose(dtype, device):
             scores[0, 9:] = float("-inf")
         tokens = torch.randint(0, 1000, (b, m), generator=make.generator).to(device)
         tree = [torch.full((b, t), 7, dtype=torch.int64, device=device) for _ in range(2)]
-        yield f"{m}-{t}", ((scores.to(device), tokens, parents), *tree)
+        yield f"{m}-{t}", ((scores.to(device), tokens, parents), make.ints([41, 42][:b]), *tree)
 
 
-def ancestry(dtype, device):
+def plant(dtype, device):
     make = Make(dtype, device)
     for b, t in ((1, 1), (2, 7), (1, 64)):
         parents = make.ints([make.tree(t) for _ in range(b)])
-        outputs = [torch.full((b, t), 7, dtype=torch.int64, device=device) for _ in range(2)]
-        yield f"{t}", (parents, *outputs, t - 1)
+        tokens, *outputs = (torch.full((b, t), 7, dtype=torch.int64, device=device) for _ in range(5))
+        yield f"{t}", (make.ints([31, 32][:b]), make.ints([5, 900][:b]), tokens, parents, *outputs, t - 1)
 
 
 def walk(dtype, device):
@@ -346,7 +391,8 @@ def walk(dtype, device):
         "done": {"done": [1, 0], "finite": [[0] * 6, [1] * 6]},
         "empty": {"done": [1, 1], "limits": [0, 0], "seq": [0, 0]},
     }
-    for name, case in cases.items():
+    for number, (name, case) in enumerate(cases.items()):
+        spoilt = (NOISE, float("inf"), float("-inf"))[number % 3]
         for steps in (1, 3, 6):
             report = torch.zeros(2, 68, dtype=torch.int64, device=device)
             report[:, 66] = make.ints(case.get("done", [0, 0]))
@@ -356,7 +402,7 @@ def walk(dtype, device):
                     make.ints(tokens),
                     make.ints(parents),
                     make.ints(targets),
-                    make.ints(case.get("finite", [[1] * 6] * 2)).bool(),
+                    torch.where(make.ints(case.get("finite", [[1] * 6] * 2)) > 0, 1.5, spoilt),
                     make.ints(case.get("seq", [10, 10])),
                     make.ints(case.get("limits", [100, 100])),
                     make.ints(case.get("stop", [[-1, -1]] * 2)),
@@ -373,15 +419,20 @@ def walk(dtype, device):
 
 def follow(dtype, device):
     make = Make(dtype, device)
-    for width, lens, waiting in ((24, [3, 0], [1, 2]), (1300, [1, 4], [0, 5]), (0, [2, 4], [0, 1])):
+    for width, lens, waiting, drafted in (
+        (24, [3, 0], [1, 2], False),
+        (1300, [1, 4], [0, 5], False),
+        (0, [2, 4], [0, 1], False),
+        (24, [3, 0], [2, 1], True),
+    ):
         report = make.ints([[11, 12, 13, 14, 15], [21, 22, 23, 24, 25]])
         path = make.ints([[0, 2, 5, 6], [0, 1, 2, 3]])
         backlog = make.ints(waiting)
         tokens = torch.zeros(2, 10, dtype=torch.int64, device=device)
         features = torch.zeros(2, 10, width, dtype=dtype, device=device)
         yield (
-            f"{width}",
-            (report[:, :4], make.floats(2, 7, width), path, make.ints(lens), backlog, tokens, features),
+            f"{width}-{drafted}",
+            (report[:, :4], make.floats(2, 7, width), path, make.ints(lens), backlog, tokens, features, drafted),
         )
 
 
@@ -473,10 +524,14 @@ CASES = {
         experts,
         mlp,
         head,
+        embed,
+        behind,
+        last,
         draft_input,
         grow,
         choose,
-        ancestry,
+        plant,
+        record,
         walk,
         follow,
         uniform,

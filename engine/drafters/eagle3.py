@@ -18,7 +18,6 @@ import dataclasses
 
 import torch
 
-from kernels.select import gather_rows
 from weights.config import Refused
 
 from ..batch import Batch
@@ -55,18 +54,6 @@ def _own_norm(source, number):
     return stored[0]
 
 
-def _plain_residual(x, hidden):
-    return hidden
-
-
-def _normed_residual(x, hidden):
-    """The second half of the layer's input [N, 2h]."""
-    return x[:, hidden.shape[1] :].contiguous()
-
-
-RESIDUALS = {False: _plain_residual, True: _normed_residual}  # by norm_before_residual
-
-
 class Eagle3:
     """The drafter.
 
@@ -87,7 +74,7 @@ class Eagle3:
         self.fusion = FUSIONS[config.fusion](source, config, target.features, ops)
         at = source.prefixed("layers.0.")
         self.embed_norm, self.hidden_norm = (Norm(at, n, h, eps, ops) for n in ("input_layernorm", "hidden_norm"))
-        self.residual = RESIDUALS[config.norm_before_residual]
+        self.normed = config.norm_before_residual
         cos_sin = rope.table(config.rope, config.head_dim, config.max_positions, length, source.device)
         self.layers = [self._layer(source, i, cos_sin, ops, tp) for i in range(config.layers)]
         self.embedding = self._embedding(source, target, tp)
@@ -132,7 +119,7 @@ class Eagle3:
         """
         twin = copy.copy(self)
         twin.config = dataclasses.replace(self.config, norm_before_residual=norm_before_residual, recycle=recycle)
-        twin.residual, twin.recycle = RESIDUALS[norm_before_residual], self._recycle(recycle)
+        twin.normed, twin.recycle = norm_before_residual, self._recycle(recycle)
         if list(order) != sorted(order):
             twin.fusion = Reordered(self.fusion, order)
         return twin
@@ -140,7 +127,7 @@ class Eagle3:
     def _embedding(self, source, target, tp):
         name, shape = "embed_tokens.weight", (self.config.vocab, self.config.hidden)
         if source.optional(name):
-            return Embedding(source, "embed_tokens", *shape, tp)
+            return Embedding(source, "embed_tokens", *shape, self.ops, tp)
         _borrow(source, name, shape, target.embedding.weight, tp)
         return target.embedding
 
@@ -161,12 +148,20 @@ class Eagle3:
             return None
         return source.take("d2t", (self.config.draft_vocab,), dtype=torch.int64)
 
-    def forward(self, tokens, hidden, batch, cache):
-        """One pass: tokens [B*T] and the hidden before each [B*T, h] -> the hidden after it, before the final norm."""
-        x = self.ops.draft_input(
-            self.embedding(tokens), self.embed_norm.weight, hidden, self.hidden_norm.weight, self.config.eps
+    def forward(self, tokens, hidden, batch, cache, source=None):
+        """One pass: tokens [B*T] and the hidden before each -> the hidden after it [B*T, h], before the final norm.
+
+        hidden: [B*T, h]; with source [B, T], [B*Q, h]: row t of a sequence goes on from its row source[t].
+        """
+        x, hidden = self.ops.draft_input(
+            *self.embedding.deferred(tokens),
+            self.embed_norm.weight,
+            hidden,
+            source,
+            self.hidden_norm.weight,
+            self.config.eps,
+            self.normed,
         )
-        hidden = self.residual(x, hidden)
         for i, layer in enumerate(self.layers):
             x = hidden = layer(x, hidden, batch, cache.layer("draft", i), cache.page_size)
         return hidden
@@ -178,15 +173,17 @@ class Eagle3:
     def foresee(self, batch, features, cache):
         """`extend`, and the token it proposes after each row [B, T]."""
         hidden = self.extend(batch, features, cache).view(*batch.tokens.shape, -1)
-        return self.best(hidden, 1)[1][..., 0]
+        return self.in_target(self.best(hidden, 1)[1][..., 0])
 
     def best(self, hidden, k):
-        """hidden [B, Q, h] -> logits [B, Q, k], target ids [B, Q, k], lse [B, Q]."""
+        """hidden [B, Q, h] -> logits [B, Q, k], ids of the draft's vocabulary [B, Q, k], lse [B, Q]."""
         b, q, h = hidden.shape
         values, ids, lse = self.head(hidden.reshape(b * q, h), k)
-        if self.to_target is not None:
-            ids = ids + self.to_target[ids]
         return values.view(b, q, k), ids.view(b, q, k), lse.view(b, q)
+
+    def in_target(self, ids):
+        """Ids of the draft's vocabulary as the target's."""
+        return ids if self.to_target is None else ids + self.to_target[ids]
 
     def candidates(self, hidden, k, step, state, tree):
         """Children of each beam as `best` gives them; of a sampled chain the one drawn, its distribution in tree.q.
@@ -199,44 +196,30 @@ class Eagle3:
         _, ids, lse = self.head(hidden[:, 0], 1, logits)
         position = state.seq_lens + step + 1
         ids, q = tree.rule.propose(self.ops, ids[:, 0], logits, lse, position, state.draws)
-        known = torch.arange(q.shape[1], device=q.device)
-        if self.to_target is not None:
-            ids, known = ids + self.to_target[ids], known + self.to_target
         if step < tree.shape.draft_tokens - 1:
-            tree.q[:, step].index_add_(1, known, q)
+            tree.q[:, step].index_add_(1, self.in_target(torch.arange(q.shape[1], device=q.device)), q)
         return lse[:, None, None], ids[:, None, None], lse[:, None]
 
     def propose(self, state, tree, cache):
         """Extend over the backlog, then grow the tree: steps passes in all, the first one over known tokens."""
-        shape, n = tree.shape, state.seq_lens
+        shape, n, ops = tree.shape, state.seq_lens, self.ops
         width, k = shape.path, shape.topk
-        start = n - state.backlog
-        batch = Batch.causal(state.backlog_tokens[:, :width], start, state.pages)
+        start, at = ops.behind(n, state.backlog, width)
+        batch = Batch(state.backlog_tokens[:, :width], at, at, state.pages, start, None)
         features = state.backlog_features[:, :width].flatten(0, 1)
         hidden = self.extend(batch, features, cache).view(state.batch, width, -1)
-        hidden = gather_rows(hidden, (state.backlog - 1).clamp(min=0)[:, None])  # B 1 h
+        hidden, beam = ops.last(hidden, state.backlog), None  # of the root, which has no row of its own in later passes
 
         pool = self._pool(n, shape)
-        beam = torch.arange(k, device=n.device)
-        scores, nodes = torch.zeros_like(pool[0][:, :1]), torch.full_like(n, -1)[:, None]
-        found = self.candidates(hidden, k, 0, state, tree)
-        tokens, scores, nodes, source = self.ops.grow(*found, scores, nodes, pool, 0)
-        bits = torch.zeros_like(tokens)
-        for step in range(1, shape.steps):
-            hidden, bits = gather_rows(hidden, source), bits.gather(1, source)
-            own = (step - 1) * k + beam  # the root has no row here: the extend pass wrote it
-            bits = bits | (torch.ones_like(bits) << own)
-            position, index = (n + step - 1)[:, None].repeat(1, k), n[:, None] + own
-            batch = Batch(tokens, position, index, state.pages, n, bits)
-            hidden = self.recycle(hidden.flatten(0, 1))
-            hidden = self.forward(tokens.reshape(-1), hidden, batch, cache).view(state.batch, k, -1)
-            found = self.candidates(hidden, k, step, state, tree)
-            offset = k + (step - 1) * k * k
-            tokens, scores, nodes, source = self.ops.grow(*found, scores, nodes, pool, offset)
-        tree.tokens[:, 0] = state.root
-        self.ops.choose(pool, tree.tokens, tree.parents)
+        for step in range(shape.steps):
+            found = self.candidates(hidden.view(state.batch, -1, hidden.shape[1]), k, step, state, tree)
+            tokens, source, position, index, beam = ops.grow(*found, self.to_target, n, beam, pool, step)
+            if step + 1 < shape.steps:
+                batch = Batch(tokens, position, index, state.pages, n, beam[2])
+                hidden = self.forward(tokens.reshape(-1), self.recycle(hidden), batch, cache, source)
+        ops.choose(pool, state.root, tree.tokens, tree.parents)
 
     def _pool(self, like, shape):
-        """Scores, tokens and parents of all candidates, each [B, M]."""
+        """Scores, tokens and parents of all candidates, each [B, M], written as they are drafted."""
         size = (like.shape[0], shape.candidates)
-        return like.new_zeros(size, dtype=torch.float32), like.new_zeros(size), like.new_zeros(size)
+        return like.new_empty(size, dtype=torch.float32), like.new_empty(size), like.new_empty(size)

@@ -8,14 +8,19 @@ from kernels import head
 class Embedding:
     """Token ids [N] -> rows [N, D]. Each rank holds V/size rows; foreign ids contribute zero to the sum."""
 
-    def __init__(self, source, name, vocabulary, hidden, tp):
-        self.weight, self.tp = source.take(f"{name}.weight", (vocabulary, hidden), cut=0), tp
+    def __init__(self, source, name, vocabulary, hidden, ops, tp):
+        self.weight, self.ops, self.tp = source.take(f"{name}.weight", (vocabulary, hidden), cut=0), ops, tp
         self.name, self.vocabulary = source.prefix + name, vocabulary
 
     def __call__(self, tokens):
         """Ids below zero (no proposal) read row 0."""
-        if self.tp.size == 1:
-            return F.embedding(tokens.clamp(min=0), self.weight)
+        return self.ops.embed(tokens, self.weight) if self.tp.size == 1 else self._summed(tokens)
+
+    def deferred(self, tokens):
+        """(ids [N], table [V, D]) for an operation that looks rows up itself; (None, the rows) where ranks add up."""
+        return (tokens, self.weight) if self.tp.size == 1 else (None, self._summed(tokens))
+
+    def _summed(self, tokens):
         rows = self.weight.shape[0]
         local = tokens.clamp(min=0) - self.tp.rank * rows
         mine = (local >= 0) & (local < rows)

@@ -23,7 +23,7 @@ class Decoder:
     def __init__(self, config, source, boundaries, length, experts_format, ops, tp):
         self.config, self.boundaries, self.experts_format = config, boundaries, experts_format
         self.cache_rows = self.rows(tp)
-        self.embedding = Embedding(source, "model.embed_tokens", config.vocab, config.hidden, tp)
+        self.embedding = Embedding(source, "model.embed_tokens", config.vocab, config.hidden, ops, tp)
         cos_sin = rope.table(config.rope, config.head_dim, config.max_positions, length, source.device)
         self.layers = [self._layer(source, i, cos_sin, ops, tp) for i in range(config.layers)]
         norm = Norm(source, "model.norm", config.hidden, config.eps, ops)

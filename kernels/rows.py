@@ -1,0 +1,126 @@
+"""Rows found by what the device alone knows (a token, a prefix, how many of them are real), and rows handed on."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .select import gather_rows
+from .tile import up
+
+
+def embed(ids, table):
+    """ids [N] int64, below zero (no proposal) as 0; table [V, D] -> [N, D]."""
+    return table[ids.clamp(min=0)]
+
+
+def behind(seq_lens, backlog, width):
+    """Where the rows go that a drafter has yet to see: start = seq_lens - backlog [B], start + 0 … width - 1
+    [B, width]."""
+    start = seq_lens - backlog
+    return start, start[:, None] + torch.arange(width, device=start.device)
+
+
+def last(x, backlog):
+    """Row max(backlog - 1, 0) of each sequence: x [B, T, D], backlog [B] -> [B, D]."""
+    return gather_rows(x, (backlog - 1).clamp(min=0)[:, None])[:, 0]
+
+
+def record(ids, lse, aux, target_ids, kept_lse, kept_aux):
+    """A verify pass's answers into the tree: ids [B, T] or [N, 1], lse [N], aux [N, F], all rows in the order of the
+    tree's target_ids [B, T], kept_lse [B, T] and kept_aux [B, T, F]."""
+    for kept, x in ((target_ids, ids), (kept_lse, lse), (kept_aux, aux)):
+        kept.copy_(x.view_as(kept))
+
+
+@triton.jit
+def _copied(source_ptr, place_ptr, columns, BC: tl.constexpr):
+    """BC columns of a row, those of this program."""
+    at = tl.program_id(1) * BC + tl.arange(0, BC)
+    tl.store(place_ptr + at, tl.load(source_ptr + at, mask=at < columns), mask=at < columns)
+
+
+@triton.jit
+def _embed(ids_ptr, table_ptr, y_ptr, columns, BC: tl.constexpr):
+    """Program (n, c): BC columns of row n."""
+    row, wide = tl.program_id(0), columns.to(tl.int64)
+    _copied(table_ptr + tl.maximum(tl.load(ids_ptr + row), 0) * wide, y_ptr + row * wide, columns, BC)
+
+
+def embed_fused(ids, table):
+    """The twin of `embed`."""
+    rows, columns = ids.numel(), table.shape[1]
+    y, block = table.new_empty(rows, columns), _block(columns)
+    _embed[(rows, triton.cdiv(columns, block))](ids.contiguous(), table, y, columns, BC=block, num_warps=4)
+    return y
+
+
+@triton.jit
+def _behind(seq_ptr, backlog_ptr, start_ptr, at_ptr, width, BW: tl.constexpr):
+    """Program b: one sequence."""
+    b, k = tl.program_id(0), tl.arange(0, BW)
+    start = tl.load(seq_ptr + b) - tl.load(backlog_ptr + b)
+    tl.store(start_ptr + b, start)
+    tl.store(at_ptr + b * width + k, start + k, mask=k < width)
+
+
+def behind_fused(seq_lens, backlog, width):
+    """The twin of `behind`."""
+    start, at = torch.empty_like(seq_lens), seq_lens.new_empty(seq_lens.shape[0], width)
+    _behind[(seq_lens.shape[0],)](seq_lens, backlog, start, at, width, BW=up(width), num_warps=1)
+    return start, at
+
+
+@triton.jit
+def _last(x_ptr, backlog_ptr, y_ptr, rows, columns, BC: tl.constexpr):
+    """Program (b, c): BC columns of sequence b's row."""
+    b, wide = tl.program_id(0), columns.to(tl.int64)
+    row = b * rows + tl.maximum(tl.load(backlog_ptr + b) - 1, 0)
+    _copied(x_ptr + row * wide, y_ptr + b * wide, columns, BC)
+
+
+def last_fused(x, backlog):
+    """The twin of `last`."""
+    (b, rows, columns), x = x.shape, x.contiguous()
+    y, block = x.new_empty(b, columns), _block(columns)
+    _last[(b, triton.cdiv(columns, block))](x, backlog, y, rows, columns, BC=block, num_warps=4)
+    return y
+
+
+@triton.jit
+def _record(ids_ptr, lse_ptr, aux_ptr, ids_out, lse_out, aux_out, columns, BC: tl.constexpr):
+    """Program (n, c): BC features of row n; the first one the row's id and log-sum-exp."""
+    row, wide = tl.program_id(0), columns.to(tl.int64)
+    if tl.program_id(1) == 0:
+        tl.store(ids_out + row, tl.load(ids_ptr + row))
+        tl.store(lse_out + row, tl.load(lse_ptr + row))
+    _copied(aux_ptr + row * wide, aux_out + row * wide, columns, BC)
+
+
+def record_fused(ids, lse, aux, target_ids, kept_lse, kept_aux):
+    """The twin of `record`: one launch."""
+    rows, columns = lse.numel(), aux.shape[-1]
+    block = _block(columns)
+    _record[(rows, max(1, triton.cdiv(columns, block)))](  # no features: ids are still written
+        ids.contiguous(), lse.contiguous(), aux.contiguous(), target_ids, kept_lse, kept_aux, columns,
+        BC=block, num_warps=4,
+    )  # fmt: skip
+
+
+def _block(columns):
+    """Columns a program copies."""
+    return min(1024, max(16, up(columns)))
+
+
+def specimens():
+    """Compile specimens."""
+    ints = dict.fromkeys(("seq_ptr", "backlog_ptr", "start_ptr", "at_ptr"), "*i64") | {"width": "i32"}
+    kept = {"ids_ptr": "*i64", "ids_out": "*i64", "lse_ptr": "*fp32", "lse_out": "*fp32", "columns": "i32"}
+    cases = [(_behind, ints, {"BW": width}, {"num_warps": 1}) for width in (1, 4, 64)]
+    for name in ("*bf16", "*fp16", "*fp32"):
+        types = {"ids_ptr": "*i64", "table_ptr": name, "y_ptr": name, "columns": "i32"}
+        cases.append((_embed, types, {"BC": 1024}, {"num_warps": 4}))
+        types = {"x_ptr": name, "backlog_ptr": "*i64", "y_ptr": name, "rows": "i32", "columns": "i32"}
+        cases.append((_last, types, {"BC": 1024}, {"num_warps": 4}))
+        types = kept | {"aux_ptr": name, "aux_out": name}
+        cases.append((_record, types, {"BC": 1024}, {"num_warps": 4}))
+    return cases
