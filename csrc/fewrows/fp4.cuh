@@ -6,7 +6,10 @@
 
 namespace eagle3 {
 
-constexpr int kFp4Unit = 2048; // bytes of a unit of 16 rows and 256 columns
+// Bytes of a unit of 16 rows and 256 columns: codes; of each row, the 32 aligned bytes that hold its eight scales; where in
+// those they begin.
+constexpr int kFp4Codes = 2048, kFp4Scales = 512, kFp4Unit = kFp4Codes + kFp4Scales + 16;
+constexpr int kFp4Down = 8; // warps of a block of fp4_down
 
 struct Fp4Experts {
   const bf16 *x;                // [rows, columns] normed rows
@@ -22,11 +25,6 @@ struct Fp4Experts {
   const bf16 *residual;         // [rows, columns] or null
   bf16 *y;                      // [rows, columns]
   int rows, columns, width, experts, choices;
-};
-
-// Scales of a lane's groups in a unit: [span of 128][top, bottom], as stored.
-struct Fp4Scales {
-  uint32_t of[2][2];
 };
 
 // A word of codes and the factor of its group (twice) -> a row's A operands, as `decode` orders them. Sign, exponent and
@@ -64,24 +62,27 @@ __device__ __forceinline__ void fp4_fetch(char *unit, const uint32_t *top, const
     copy_async(fp4_codes(unit, span, 1), bottom + group * 4, has_bottom && group < left);
   }
 }
-__device__ __forceinline__ Fp4Scales fp4_scales(const uint8_t *top, const uint8_t *bottom, bool has_top, bool has_bottom, int left) {
-  const int t = threadIdx.x & 3;
-  Fp4Scales s;
-#pragma unroll
-  for (int span = 0; span < 2; span++) {
-    const int group = span * 4 + t;
-    s.of[span][0] = has_top && group < left ? top[group] : 0;
-    s.of[span][1] = has_bottom && group < left ? bottom[group] : 0;
-  }
-  return s;
+// Ask for a unit's scales. `top`: where in `scales` (`bytes` long) this lane's row g has its first of the unit; row g + 8 is
+// `below` bytes further. A row begins anywhere, copies do not: two aligned ones hold what is wanted. The whole warp calls it.
+__device__ __forceinline__ void fp4_fetch_scales(char *unit, const uint8_t *scales, size_t bytes, size_t top, size_t below,
+                                                 bool has_top, bool has_bottom) {
+  const int lane = threadIdx.x & 31, owner = (lane >> 1 & 7) * 4;
+  const size_t from = (__shfl_sync(kAll, top, owner) + (lane & 16 ? below : 0)) / 16 * 16 + (lane & 1) * 16;
+  const int has = __shfl_sync(kAll, has_top | has_bottom << 1, owner) >> (lane >> 4) & 1;
+  copy_async(unit + kFp4Codes + lane * 16, scales + from, has && from < bytes);
+  if ((lane & 3) < 2) unit[kFp4Codes + kFp4Scales + (lane >> 2) + 8 * (lane & 3)] = static_cast<char>((top + (lane & 1 ? below : 0)) % 16);
 }
-// c += a unit times 256 columns of a group of rows: b as int4_multiply takes it, zeros past the last column.
-__device__ __forceinline__ void fp4_multiply(float4 &c, char *unit, const Fp4Scales &s, const uint4 *b) {
+// c += a unit times 256 columns of a group of rows: b as int4_multiply takes it, zeros past the last column; `left` as above.
+__device__ __forceinline__ void fp4_multiply(float4 &c, char *unit, int left, const uint4 *b) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const uint8_t *scales = reinterpret_cast<const uint8_t *>(unit) + kFp4Codes, *starts = scales + kFp4Scales;
+  const uint8_t *high_scale = scales + g * 32 + starts[g] + t, *low_scale = scales + (g + 8) * 32 + starts[g + 8] + t;
 #pragma unroll
   for (int span = 0; span < 2; span++) {
     const uint4 top = *fp4_codes(unit, span, 0), bottom = *fp4_codes(unit, span, 1);
     const uint32_t *tops = reinterpret_cast<const uint32_t *>(&top), *bottoms = reinterpret_cast<const uint32_t *>(&bottom);
-    const __nv_bfloat162 first = power(s.of[span][0]), second = power(s.of[span][1]);
+    const bool there = span * 4 + t < left; // past a row's last group lie another row's scales
+    const __nv_bfloat162 first = power(there ? high_scale[span * 4] : 0), second = power(there ? low_scale[span * 4] : 0);
 #pragma unroll
     for (int eight = 0; eight < 4; eight++)
       mma_piece(c, decode_fp4(tops[eight], first), decode_fp4(bottoms[eight], second), b[span * 4 + eight]);
@@ -123,29 +124,34 @@ __global__ void __launch_bounds__(kWarps * 32, 1) fp4_gate_up(Fp4Experts p) {
     const int u = live ? pair / p.width : 0, i = live ? pair - u * p.width : 0;
     return (static_cast<size_t>(choice.list[u]) * p.width + i) * 2;
   };
+  const size_t bytes = static_cast<size_t>(p.experts) * 2 * p.width * (p.columns / 32);
   auto fetch = [&](int tile) {
     if (tile < tiles) {
       bool live;
-      const uint32_t *gate = p.gate_up + place(tile, live) * (p.columns / 8) + column / 8;
-      fp4_fetch(ring + tile % kRing * kFp4Unit, gate, gate + p.columns / 8, live, live, left);
+      const size_t gates = place(tile, live);
+      const uint32_t *gate = p.gate_up + gates * (p.columns / 8) + column / 8;
+      char *unit = ring + tile % kRing * kFp4Unit;
+      fp4_fetch(unit, gate, gate + p.columns / 8, live, live, left);
+      fp4_fetch_scales(unit, p.gate_up_scale, bytes, gates * (p.columns / 32) + column / 32, p.columns / 32, live, live);
     }
     commit_copies();
   };
-  auto scales = [&](int tile) {
+  uint32_t bias = 0; // gate's and up's, of the tile whose sums this warp adds next: a load takes longer than a tile
+  auto biases = [&](int tile) {
     bool live = false;
-    const uint8_t *gate = p.gate_up_scale;
-    if (tile < tiles) gate += place(tile, live) * (p.columns / 32) + column / 32;
-    return fp4_scales(gate, gate + p.columns / 32, live, live, left);
+    const size_t gates = tile < tiles ? place(tile, live) : 0;
+    if (live) bias = *reinterpret_cast<const uint32_t *>(p.gate_up_bias + gates);
   };
 #pragma unroll 1
   for (int n = 0; n < kRing; n++) fetch(n);
-  Fp4Scales next = scales(0);
+  biases(warp);
+#pragma unroll 1
   for (int tile = 0; tile < tiles; tile++) {
-    const Fp4Scales now = next;
-    next = scales(tile + 1);
     float4 c = make_float4(0.f, 0.f, 0.f, 0.f);
     wait_copies<kRing - 1>();
-    fp4_multiply(c, ring + tile % kRing * kFp4Unit, now, b);
+    __syncwarp(); // scales came by other lanes
+    fp4_multiply(c, ring + tile % kRing * kFp4Unit, left, b);
+    __syncwarp(); // and are read
     fetch(tile + kRing);
     red[tile & 1][threadIdx.x] = c;
     __syncthreads();
@@ -154,91 +160,131 @@ __global__ void __launch_bounds__(kWarps * 32, 1) fp4_gate_up(Fp4Experts p) {
       const int pair = first + tile * 8 + g, r = 2 * t;
       if (pair < last) {
         const int u = pair / p.width, i = pair - u * p.width;
-        const bf16 *bias = p.gate_up_bias + (static_cast<size_t>(choice.list[u]) * p.width + i) * 2;
-        const float gate = load_bf16(bias), up = load_bf16(bias + 1);
+        const float gate = low(bias), up = high(bias);
         bf16 *to = p.hidden + ((static_cast<size_t>(blockIdx.y) * kGroupChosen + u) * kRows + r) * padded + paired_place(i);
         if (choice.rows[u] >> r & 1) to[0] = __float2bfloat16(clamped_swiglu(sum.x + gate, sum.z + up));
         if (choice.rows[u] >> (r + 1) & 1) to[padded] = __float2bfloat16(clamped_swiglu(sum.y + gate, sum.w + up));
       }
+      biases(tile + kWarps);
     }
   }
 }
 
-// Down, bias, weighted sum, residual, as int4_down. kWarps: that share the experts; any width of whole groups.
-template <int kWarps>
-__global__ void __launch_bounds__(kWarps * 32, 2) fp4_down(Fp4Experts p) {
-  constexpr int kRing = 4;
+// How fp4_down divides the width of an expert: parts of `per` spans of 256 columns each. By the model's sizes alone.
+struct Fp4Parts {
+  int spans, per, parts;
+  __host__ __device__ __forceinline__ Fp4Parts(int width, int choices) : spans((width + kInt4Span - 1) / kInt4Span) {
+    const int most = choices > 4 ? 2 : 4; // sums of all parts have to fit into shared memory
+    per = (spans + most - 1) / most;
+    parts = (spans + per - 1) / per;
+  }
+};
+
+// A warp's walk over the units of its jobs: a job is a part of an expert and a tile, every kFp4Down-th is this warp's.
+struct Fp4Walk {
+  int job, span, u, tile, end; // end: of the job's spans
+  __device__ __forceinline__ void begin(const Fp4Parts &parts, int tiles, int own) {
+    job = own;
+    const int part = job % parts.parts, rest = job / parts.parts;
+    u = rest / tiles, tile = rest - u * tiles;
+    span = part * parts.per, end = min(parts.spans, span + parts.per);
+  }
+  __device__ __forceinline__ void next(const Fp4Parts &parts, int tiles) {
+    if (++span == end) begin(parts, tiles, job + kFp4Down);
+  }
+};
+
+// Down, bias, weighted sum, residual. Blocks share the outputs evenly, in one tile of 16 or two; the warps of a block share the
+// experts and parts of the width, whose sums are added in ascending order.
+__global__ void __launch_bounds__(kFp4Down * 32, 1) fp4_down(Fp4Experts p) {
+  constexpr int kRing = 3;
   extern __shared__ uint4 ring_memory[];
   __shared__ GroupChoice choice;
+  __shared__ bf16 biases[kGroupChosen][2 * kOutputs];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int spans = (p.width + kInt4Span - 1) / kInt4Span, padded = spans * kInt4Span;
+  const Fp4Parts parts(p.width, p.choices);
   char *ring = reinterpret_cast<char *>(ring_memory) + warp * kRing * kFp4Unit;
-  float4 *red = reinterpret_cast<float4 *>(reinterpret_cast<char *>(ring_memory) + kWarps * kRing * kFp4Unit);
-  const int chosen = choose_rows<kWarps * 32>(p, choice), out = blockIdx.x * kOutputs;
-  const int units = (chosen - warp + kWarps - 1) / kWarps * spans;
-  const bool has_top = out + g < p.columns, has_bottom = out + g + 8 < p.columns;
-  auto place = [&](int n, int &span) { // row of down that holds this lane's first output
-    const int u = n / spans;
-    span = n - u * spans;
-    return static_cast<size_t>(choice.list[warp + u * kWarps]) * p.columns + out + (has_top ? g : 0);
-  };
-  auto fetch = [&](int n) {
-    if (n < units) {
-      int span;
-      const uint32_t *top = p.down + place(n, span) * (p.width / 8) + span * 32;
-      const uint32_t *bottom = top + (has_bottom ? p.width : 0);
-      fp4_fetch(ring + n % kRing * kFp4Unit, top, bottom, has_top, has_bottom, p.width / 32 - span * 8);
+  float4 *red = reinterpret_cast<float4 *>(reinterpret_cast<char *>(ring_memory) + kFp4Down * kRing * kFp4Unit);
+  const int first = share_begin(p.columns, blockIdx.x), last = share_begin(p.columns, blockIdx.x + 1);
+  const int tiles = (last - first + kOutputs - 1) / kOutputs;
+  const int chosen = choose_rows<kFp4Down * 32>(p, choice), jobs = chosen * tiles * parts.parts;
+  const size_t bytes = static_cast<size_t>(p.experts) * p.columns * (p.width / 32);
+  Fp4Walk ahead, now;
+  ahead.begin(parts, tiles, warp), now = ahead;
+  int slot = 0; // of the ring, the next one that is filled
+  auto fetch = [&] {
+    if (ahead.job < jobs) {
+      const int out = first + ahead.tile * kOutputs + g, left = p.width / 32 - ahead.span * 8;
+      const bool has_top = out < last, has_bottom = out + 8 < last;
+      const size_t row = static_cast<size_t>(choice.list[ahead.u]) * p.columns + (has_top ? out : first);
+      const uint32_t *top = p.down + row * (p.width / 8) + ahead.span * 32;
+      char *unit = ring + slot * kFp4Unit;
+      fp4_fetch(unit, top, top + (has_bottom ? p.width : 0), has_top, has_bottom, left);
+      fp4_fetch_scales(unit, p.down_scale, bytes, row * (p.width / 32) + ahead.span * 8, p.width / 4, has_top, has_bottom);
+      ahead.next(parts, tiles);
     }
     commit_copies();
-  };
-  auto scales = [&](int n) {
-    int span = 0;
-    const bool there = n < units;
-    const uint8_t *top = p.down_scale;
-    if (there) top += place(n, span) * (p.width / 32) + span * 8;
-    return fp4_scales(top, top + p.width / 4, there && has_top, there && has_bottom, p.width / 32 - span * 8);
+    slot = slot + 1 == kRing ? 0 : slot + 1;
   };
 #pragma unroll 1
-  for (int n = 0; n < kRing; n++) fetch(n);
-  Fp4Scales next = scales(0);
+  for (int n = 0; n < kRing; n++) fetch();
+#pragma unroll 1
+  for (int i = threadIdx.x; p.down_bias && i < chosen * 2 * kOutputs; i += kFp4Down * 32) {
+    const int u = i / (2 * kOutputs), o = i % (2 * kOutputs);
+    if (first + o < last) biases[u][o] = p.down_bias[static_cast<size_t>(choice.list[u]) * p.columns + first + o];
+  }
   wait_for_predecessor();
   launch_dependents();
+  // a thread for each output and row in the end: the sums' owners are lanes, four to a lane
+  const int tile = threadIdx.x >> 7, which = threadIdx.x >> 5 & 3, r = 2 * t + (which & 1);
+  const int place = tile * kOutputs + g + (which & 2 ? 8 : 0), row = blockIdx.y * kRows + r;
+  const bool owner = row < p.rows && first + place < last;
+  const size_t at = static_cast<size_t>(row) * p.columns + first + place;
   float4 c = make_float4(0.f, 0.f, 0.f, 0.f);
-  uint4 b[8] = {};
-  for (int n = 0; n < units; n++) {
-    const int slot = n / spans, span = n - slot * spans, u = warp + slot * kWarps;
-    const int groups = choice.rows[u] >> g & 1 ? p.width / 32 - span * 8 - t : 0; // of the unit, from this lane's first on
-    const bf16 *from = p.hidden + ((static_cast<size_t>(blockIdx.y) * kGroupChosen + u) * kRows + g) * padded + span * kInt4Span + t * 8;
+  uint4 b[8] = {}, next[8] = {};
+  auto rows = [&](const Fp4Walk &walk) { // of the unit; where nothing is read, what was there meets zeros or is left out
+    if (walk.job >= jobs || !(choice.rows[walk.u] >> g & 1)) return;
+    const int left = p.width / 32 - walk.span * 8 - t;
+    const bf16 *from = p.hidden + ((static_cast<size_t>(blockIdx.y) * kGroupChosen + walk.u) * kRows + g) * parts.spans * kInt4Span + walk.span * kInt4Span + t * 8;
 #pragma unroll
     for (int half = 0; half < 2; half++)
-      if (half * 4 < groups) { // where there is nothing to read, or nothing chosen, what was there meets zeros or is left out
+      if (half * 4 < left) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) b[half * 4 + i] = load_rows(from + (half * 4 + i) * kPiece);
+        for (int i = 0; i < 4; i++) next[half * 4 + i] = load_rows(from + (half * 4 + i) * kPiece);
       }
-    const Fp4Scales now = next;
-    next = scales(n + 1);
+  };
+  rows(now);
+  const float carried = owner && p.residual ? load_bf16(p.residual + at) : 0.f;
+#pragma unroll 1
+  while (now.job < jobs) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) b[i] = next[i];
+    const int job = now.job, left = p.width / 32 - now.span * 8;
+    now.next(parts, tiles);
+    rows(now);
     wait_copies<kRing - 1>();
-    fp4_multiply(c, ring + n % kRing * kFp4Unit, now, b);
-    fetch(n + kRing);
-    if (span == spans - 1) {
-      red[u * 32 + lane] = c;
+    __syncwarp(); // scales came by other lanes
+    fp4_multiply(c, ring + slot * kFp4Unit, left, b);
+    __syncwarp(); // and are read
+    fetch();
+    if (now.job != job) {
+      red[job * 32 + lane] = c;
       c = make_float4(0.f, 0.f, 0.f, 0.f);
     }
   }
   __syncthreads();
-  if (threadIdx.x >= 128) return;
-  // a thread for each output and row: the sums' owners are lanes, four to a lane
-  const int part = threadIdx.x >> 5, r = 2 * t + (part & 1), o = out + g + (part & 2 ? 8 : 0);
-  const int row = blockIdx.y * kRows + r;
-  if (row >= p.rows || o >= p.columns) return;
+  if (!owner) return;
   float total = 0.f;
+#pragma unroll 1
   for (int u = 0; u < chosen; u++) {
     if (!(choice.rows[u] >> r & 1)) continue;
-    const float bias = p.down_bias ? load_bf16(p.down_bias + static_cast<size_t>(choice.list[u]) * p.columns + o) : 0.f;
-    total = fmaf(choice.weight[u][r], reinterpret_cast<const float *>(red + u * 32 + lane)[part] + bias, total);
+    float sum = 0.f;
+#pragma unroll 1
+    for (int part = 0; part < parts.parts; part++)
+      sum += reinterpret_cast<const float *>(red + ((u * tiles + tile) * parts.parts + part) * 32 + lane)[which];
+    total = fmaf(choice.weight[u][r], sum + (p.down_bias ? __bfloat162float(biases[u][place]) : 0.f), total);
   }
-  const size_t at = static_cast<size_t>(row) * p.columns + o;
-  p.y[at] = __float2bfloat16(total + (p.residual ? load_bf16(p.residual + at) : 0.f));
+  p.y[at] = __float2bfloat16(total + carried);
 }
 
 template <int kWarps>
@@ -257,11 +303,13 @@ inline cudaError_t fp4_experts(const Fp4Experts &p, int blocks, cudaStream_t str
   default: break;
   }
   if (e != cudaSuccess) return e;
-  constexpr int kWarps = 4; // as many as a row chooses experts
-  const dim3 grid((p.columns + kOutputs - 1) / kOutputs, (p.rows + kRows - 1) / kRows);
-  const int most = (p.rows < kRows ? p.rows : kRows) * p.choices; // experts of a group
-  const size_t shared = static_cast<size_t>(kWarps) * 4 * kFp4Unit + static_cast<size_t>(most) * 32 * sizeof(float4);
-  return launch(fp4_down<kWarps>, grid, kWarps * 32, shared, stream, 1, p);
+  // one block a multiprocessor where two tiles each are enough
+  const int least = (p.columns + 2 * kOutputs - 1) / (2 * kOutputs), share = blocks < p.columns ? blocks : p.columns;
+  const dim3 grid(share > least ? share : least, (p.rows + kRows - 1) / kRows);
+  const int tiles = (p.columns + static_cast<int>(grid.x) - 1) / static_cast<int>(grid.x) > kOutputs ? 2 : 1;
+  const int most = (p.rows < kRows ? p.rows : kRows) * p.choices * tiles * Fp4Parts(p.width, p.choices).parts; // jobs of a group
+  const size_t shared = static_cast<size_t>(kFp4Down) * 3 * kFp4Unit + static_cast<size_t>(most) * 32 * sizeof(float4);
+  return launch(fp4_down, grid, kFp4Down * 32, shared, stream, 1, p);
 }
 
 } // namespace eagle3

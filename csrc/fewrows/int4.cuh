@@ -207,15 +207,29 @@ __global__ void __launch_bounds__(kInt4Down * 32, 2) int4_down(Int4Experts p) {
   for (int n = 0; n < kRing; n++) fetch(n);
   wait_for_predecessor();
   launch_dependents();
+  // a thread for each output and row in the end: the sums' owners are lanes, four to a lane
+  const int tile = threadIdx.x >> 7, which = threadIdx.x >> 5 & 3, r = 2 * t + (which & 1);
+  const int o = first + tile * kOutputs + g + (which & 2 ? 8 : 0), row = blockIdx.y * kRows + r;
+  const bool owner = row < p.rows && o < last;
+  const size_t at = static_cast<size_t>(row) * p.columns + o;
   float4 c = make_float4(0.f, 0.f, 0.f, 0.f);
-  uint4 b[8] = {};
-  for (int n = 0; n < units; n++) {
-    const int part = n / kUnits, slot = tiles == 1 ? part : part >> 1, u = warp + slot * kInt4Down;
+  uint4 b[8] = {}, next[8] = {};
+  auto slot_of = [&](int n) { return tiles == 1 ? n / kUnits : n / kUnits >> 1; };
+  auto rows = [&](int n) { // of unit n; a row that did not choose its expert keeps what it had: its sums are left out
+    const int u = warp + slot_of(n) * kInt4Down;
+    if (n >= units || !(choice.rows[u] >> g & 1)) return;
     const bf16 *from = p.hidden + ((static_cast<size_t>(blockIdx.y) * kGroupChosen + u) * kRows + g) * p.width + n % kUnits * kInt4Span + t * 8;
-    if (choice.rows[u] >> g & 1) { // a row that did not choose this expert keeps what it had: its sums are left out
 #pragma unroll
-      for (int i = 0; i < 8; i++) b[i] = load_rows(from + i * kPiece);
-    }
+    for (int i = 0; i < 8; i++) next[i] = load_rows(from + i * kPiece);
+  };
+  rows(0);
+  const float carried = owner && p.residual ? load_bf16(p.residual + at) : 0.f;
+#pragma unroll 1
+  for (int n = 0; n < units; n++) {
+    const int part = n / kUnits, slot = slot_of(n), u = warp + slot * kInt4Down;
+#pragma unroll
+    for (int i = 0; i < 8; i++) b[i] = next[i];
+    rows(n + 1);
     wait_copies<kRing - 1>();
     __syncwarp();
     int4_multiply(c, Int4Unit{ring + n % kRing * kInt4Unit}, b);
@@ -227,16 +241,13 @@ __global__ void __launch_bounds__(kInt4Down * 32, 2) int4_down(Int4Experts p) {
     }
   }
   __syncthreads();
-  // a thread for each output and row: the sums' owners are lanes, four to a lane
-  const int tile = threadIdx.x >> 7, which = threadIdx.x >> 5 & 3, r = 2 * t + (which & 1);
-  const int o = first + tile * kOutputs + g + (which & 2 ? 8 : 0), row = blockIdx.y * kRows + r;
-  if (row >= p.rows || o >= last) return;
+  if (!owner) return;
   float total = 0.f;
+#pragma unroll 1
   for (int u = 0; u < chosen; u++)
     if (choice.rows[u] >> r & 1)
       total = fmaf(choice.weight[u][r], reinterpret_cast<const float *>(red + (u * tiles + tile) * 32 + lane)[which], total);
-  const size_t at = static_cast<size_t>(row) * p.columns + o;
-  p.y[at] = __float2bfloat16(total + (p.residual ? load_bf16(p.residual + at) : 0.f));
+  p.y[at] = __float2bfloat16(total + carried);
 }
 
 template <int kWarps, int kUnits>
