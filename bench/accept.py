@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from engine import Engine
 from engine.forced import Teacher, due, guesses
+from engine.loading import SHORT
 from engine.options import DEMO, Parser, least
 from engine.train_head import chain_length
 from weights.config import Refused
@@ -54,7 +55,8 @@ def measured(o, engine: Engine, prompts: list[list[int]], bar) -> list[Figure]:
     hits, among, best, parts = [], [], [], engine.parts
     began = time.perf_counter()
     for ids in prompts:
-        passed = Teacher(parts.target, 1, len(ids), parts.device, parts.dtype).read(ids, engine.options.prefill_chunk)
+        teacher = Teacher(parts.target, 1, len(ids), parts.device, parts.dtype)
+        passed = teacher.read(ids, min(SHORT, parts.prefill_chunk))
         found = guesses(engine.drafter, ids, passed.features, o.steps, o.topk, parts.device, parts.dtype)
         wanted = due(passed.best, o.steps)
         hits.append(found[..., 0] == wanted)

@@ -21,7 +21,7 @@ from . import prompts
 from .engine import Engine
 from .forced import Teacher
 from .lessons import fingerprint
-from .loading import DTYPES, Options, device_of, dtype_of, open_target
+from .loading import DTYPES, SHORT, Options, device_of, dtype_of, open_target
 from .options import Parser, least
 from .ranks import RankFailed, spawn
 from .streams import read_stream
@@ -165,7 +165,7 @@ def work(o, plan: Plan, override: str, missing: list[int]) -> None:
     left = sum(len(s.ids) for number in missing for s in plan.shards[number])
     with tqdm(total=plan.tokens, initial=plan.tokens - left, unit=" tokens", disable=None) as bar:
         for number in missing:
-            found = passed(teacher, plan.shards[number], engine.options.prefill_chunk, bar)
+            found = passed(teacher, plan.shards[number], min(SHORT, parts.prefill_chunk), bar)
             if writer is not None:
                 writer.write(number, *found)
 

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import inspect
-import math
 
 from weights.config import Refused
 
@@ -36,7 +35,7 @@ class Engine:
         self.graphs = Graphs(graphs, parts.device)
         columns = -(-(parts.max_context + options.reserve) // options.page_size)
         self.programs = Programs(parts, columns, self.graphs)
-        unit = math.lcm(options.page_size, options.prefill_chunk) if options.prefix_cache else None
+        unit = parts.prefix_unit if options.prefix_cache else None
         self.pool = Pool(parts.cache.pages, parts.cache.page_size, unit)
         self._events, self._watch = None, Watch()
         self.auto = Auto(self)
@@ -170,7 +169,7 @@ class Engine:
             if self.pool.take(len(ids), into=pages) is None:
                 need, free = self.pool.pages_for(len(ids)), self.pool.free
                 raise Refused(f"score: {len(ids)} tokens need {need} pages of the cache, {free} are free")
-            return score(target, self.cache, ids, pages, self.options.prefill_chunk, self.parts.device)
+            return score(target, self.cache, ids, pages, self.parts.prefill_chunk, self.parts.device)
         finally:
             self.pool.give_back(pages)
             self.pool.settle()
@@ -260,7 +259,7 @@ class Engine:
 
     def _events_of(self, requests, batch, chooser, detail, profile):
         """Check that all of it can be served, then hand out the events' generator."""
-        chunk = self.options.prefill_chunk
+        chunk = self.parts.prefill_chunk
         session = Session(self.programs, self.pool, requests, batch, chooser, chunk, detail=detail, profile=profile)
         rows = [session.rows(request) for request in requests]
         for index, need in enumerate(rows):

@@ -1,5 +1,6 @@
 """From checkpoints to a target, a drafter and their cache: all is checked and counted before a weight is read."""
 
+import math
 import time
 from dataclasses import dataclass, field, replace
 
@@ -41,6 +42,7 @@ CONFIGS = {
     "Glm4MoeForCausalLM": Glm4MoeConfig,
     "GptOssForCausalLM": GptOssConfig,
 }
+SHORT, LONG, ROOM = 512, 8192, 16 << 30  # prompt rows a pass by default, bytes that must be free for long ones
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -58,7 +60,7 @@ class Options:
     max_batch: int = 8
     pages: int | None = None
     page_size: int = 64
-    prefill_chunk: int = 512
+    prefill_chunk: int | None = None  # prompt rows a pass; None: `_pieces`
     capture_layers: str | None = None
     tp: int = 1  # ranks, one a process (engine.tp.join)
     tp_slice: int | None = None  # of random weights: the share of one rank of so many, alone (engine.slice)
@@ -89,6 +91,8 @@ class Parts:
     text: Text | None
     end_ids: tuple[int, ...]
     max_context: int
+    prefill_chunk: int  # prompt rows a pass
+    prefix_unit: int  # prompt rows that later prompts may reuse
     capture: Capture | None
     memory: str
     draft_tp: str | None = None  # with several ranks and a draft: which, and why
@@ -291,6 +295,7 @@ def load(options, progress=None, announce=None):
     if announce:
         announce(stated)
     tp.together(lambda: memory.demand(need, cache_need, has))
+    chunk, unit = _pieces(options, device, tp, has - need - cache_need)
 
     model, source, drafter, head = plan.build(device)
     reports, total = [], need
@@ -313,6 +318,8 @@ def load(options, progress=None, announce=None):
         text=None if target.folder is None else Text.find(target.folder),
         end_ids=target.config.eos_ids,
         max_context=max_context,
+        prefill_chunk=chunk,
+        prefix_unit=unit,
         capture=plan.capture,
         memory=stated,
         draft_tp=judged.why,
@@ -323,6 +330,18 @@ def load(options, progress=None, announce=None):
         wiring.settle(parts, announce)
     parts.load_ms = (time.perf_counter() - began) * 1e3
     return parts
+
+
+def _pieces(options, device, tp, spare):
+    """-> prompt rows a pass, prompt rows a block that later prompts may reuse.
+
+    A block must be written as a fresh prefill would write it: by whole passes, or by kernels that make a row's bits of
+    the row alone, as the Triton ones of one GPU do (kernels.prefill; libraries and sums over ranks do not). Those take
+    long passes, which read the experts less often, where `spare` bytes leave room for their activations.
+    """
+    alone = device.type == "cuda" and tp.size == 1 and options.ops is None and options.prompt_attention == "triton"
+    chunk = options.prefill_chunk or (LONG if alone and spare > ROOM else SHORT)
+    return chunk, math.lcm(options.page_size, min(chunk, SHORT) if alone else chunk)
 
 
 def _widest(plan):

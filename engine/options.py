@@ -126,7 +126,7 @@ def parser() -> Parser:
     add("--max-context", type=least(2), metavar="N", help="positions of a prompt and its answer; default: the model's")
     add("--pages", type=least(2), metavar="N", help="pages of the cache; default: enough for --batch full contexts")
     add("--page-size", type=least(1), default=Options.page_size, metavar="N", help="rows a page; default %(default)s")
-    add("--prefill-chunk", type=least(1), default=Options.prefill_chunk, metavar="N", help="default %(default)s")
+    add("--prefill-chunk", type=least(1), metavar="N", help="prompt rows a pass; default: 8192 on one GPU, else 512")
     add(
         "--no-prefix-cache",
         action="store_true",

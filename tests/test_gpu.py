@@ -190,6 +190,21 @@ def test_prefill_kernels_agree_with_the_reference(demo):
         assert (got.token_ids, got.cycles) == (want.token_ids, want.cycles)
 
 
+def test_a_prompt_has_the_same_rows_in_any_pieces():
+    """Prompt kernels make a row's bits of the row alone, whatever tiles a pass takes: what lets short blocks of a
+    prompt be reused though passes are long. Kills sums whose order follows the tile, masks that change a product."""
+    sizes = dict(layers=2, max_context=4096, max_batch=1, capture_layers="boundary:1,2")
+    engine = Engine.load(random="qwen3-30b-a3b", **sizes)
+    assert (engine.parts.prefill_chunk, engine.parts.prefix_unit) == (8192, 512)
+    ids = torch.randint(0, 100_000, (4001,), generator=torch.Generator().manual_seed(3)).tolist()
+    found = {}
+    for engine.parts.prefill_chunk in (8192, 2048, 700, 128):
+        found[engine.parts.prefill_chunk] = engine.score(ids)
+    want = found.pop(8192)
+    for chunk, got in found.items():
+        assert torch.equal(got.logprobs, want.logprobs) and torch.equal(got.boundaries, want.boundaries), chunk
+
+
 def test_high_pages_read_the_same(demo):
     """Kills slot arithmetic in 32 bits (B49): a cache of more than 2^31 elements, the request on its last pages."""
     rows = 2**31 // (2 * 7 * 2 * 64) // 64 + 64
