@@ -46,6 +46,10 @@ class Renamed:
     def read(self, name: str, device: torch.device | str = "cpu", index: Index | None = None) -> torch.Tensor:
         return self.checkpoint.read(self.table.get(name, name), device, index)
 
+    @property
+    def threads(self) -> int:
+        return self.checkpoint.threads
+
     def read_into(self, place: torch.Tensor, name: str, index: Index | None = None) -> None:
         self.checkpoint.read_into(place, self.table.get(name, name), index)
 

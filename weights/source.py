@@ -8,6 +8,7 @@ import copy
 import math
 import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import translate
 
@@ -251,19 +252,26 @@ class Source:
         ValueError on "meta"."""
         if self.device.type == "meta":
             raise ValueError("a source on device 'meta' is a dry pass: it has no memory to fill")
-        report = self.check()
-        done = 0
-        with torch.no_grad():
-            for part in self._book.parts:
-                if not part.here:
-                    continue
-                self.checkpoint.read_into(part.place, part.name, part.index)
-                if part.gain != 1:
-                    part.place.mul_(part.gain)
-                done += part.place.nbytes
-                if progress:
-                    progress(done, self._book.nbytes)
+        report, done = self.check(), 0
+        parts = [part for part in self._book.parts if part.here]
+        threads = self.checkpoint.threads if self.device.type == "cuda" else 1
+        with ThreadPoolExecutor(threads) as pool:
+            try:
+                for part in map(self._read, parts) if threads == 1 else pool.map(self._read, parts):
+                    done += part.place.nbytes
+                    if progress:
+                        progress(done, self._book.nbytes)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
         return report
+
+    @torch.no_grad()
+    def _read(self, part: Part) -> Part:
+        self.checkpoint.read_into(part.place, part.name, part.index)
+        if part.gain != 1:
+            part.place.mul_(part.gain)
+        return part
 
     def _locate(self, name: str, shape: Shape, cut: int | Cut | None) -> tuple[str, Shape, Index | None, Shape]:
         """(full name, stored shape, this rank's index, local shape)."""

@@ -96,6 +96,10 @@ class Dequantised:
         out, _ = self.shape(name)
         return self.form.matrix(self.inner, self._module(name), range(out)[rows], device)[:, columns]
 
+    @property
+    def threads(self) -> int:
+        return self.inner.threads
+
     def read_into(self, place: torch.Tensor, name: str, index: Index | None = None) -> None:
         if name in self._whole:
             place.copy_(self.read(name, place.device, index))
