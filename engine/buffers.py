@@ -15,8 +15,8 @@ BACKLOG = MAX_NODES  # rows the drafter may lag behind; one cycle emits at most 
 class State:
     """What B sequences carry from one cycle to the next, int64 on the device.
 
-    `block` is what the host reads of a cycle: `report`, of which emitted, accept_lens, matched, done, fault, agreed and
-    compared are views, then `stamps`. A whole cycle leaves it in row turn % AHEAD of `host`.
+    `block` is what the host reads of a cycle: `report`, of which emitted, accept_lens, matched, done, fault, agreed,
+    compared, chain and missed are views, then `stamps`. A whole cycle leaves it in row turn % AHEAD of `host`.
     """
 
     table: torch.Tensor  # B NP int32 pages; a slot without a request has zeros: all its rows are scratch
@@ -28,13 +28,13 @@ class State:
     backlog: torch.Tensor  # B   rows the drafter has yet to see
     backlog_tokens: torch.Tensor  # B W+1; row W is scratch
     backlog_features: torch.Tensor  # B W+1 F
-    block: torch.Tensor  # B*(64+6) + 5
-    host: torch.Tensor  # AHEAD B*(64+6)+5 of the CPU; page-locked where the rest is on a GPU
+    block: torch.Tensor  # B*(64+8) + 5
+    host: torch.Tensor  # AHEAD B*(64+8)+5 of the CPU; page-locked where the rest is on a GPU
     turn: torch.Tensor  # 1   whole cycles since a session began
     draws: Draws  # what each slot draws with; no cycle writes it
 
     STOPS = 32  # stop ids a request may have
-    WIDTH = MAX_NODES + 6  # of a slot's report
+    WIDTH = MAX_NODES + 8  # of a slot's report
     STAMPS = 5  # times of a cycle: its begin and the ends of its stages
     AHEAD = 2  # cycles whose numbers the host may have yet to read
 
@@ -77,7 +77,7 @@ class State:
 
     @property
     def report(self):
-        """[B, 64 + 6] what there is to say of each slot."""
+        """[B, 64 + 8] what there is to say of each slot."""
         return self.block[: -self.STAMPS].view(self.batch, self.WIDTH)
 
     @property
@@ -119,6 +119,16 @@ class State:
     def compared(self):
         """[B] proposals of the last catch-up whose tokens had come."""
         return self.report[:, MAX_NODES + 5]
+
+    @property
+    def chain(self):
+        """[B] draft tokens that a chain of the tree's first children would have kept."""
+        return self.report[:, MAX_NODES + 6]
+
+    @property
+    def missed(self):
+        """[B] 1 where that chain had a further token, which was wrong."""
+        return self.report[:, MAX_NODES + 7]
 
     def snapshot(self):
         """Copies of all tensors that a cycle writes, for `restore`."""

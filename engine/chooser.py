@@ -10,8 +10,6 @@ what the requests before it kept, and deeper than it has looked they follow from
 
 import math
 
-import torch
-
 from .buffers import BACKLOG
 from .shape import PLAIN
 
@@ -44,28 +42,6 @@ class Average:
         self.value += (seen - self.value) * (1 - (1 - 1 / self.window) ** times)
 
 
-class Branch:
-    """How far the accepted path of each tree was the chain of first children, on its way to the host: what a chain of
-    the same drafter would have kept."""
-
-    def __init__(self, tree):
-        self.nodes, found = tree.shape.draft_tokens, torch.cat([tree.parents, tree.path], 1)
-        self.block = torch.empty(found.shape, dtype=found.dtype, pin_memory=True) if found.is_cuda else found
-        if found.is_cuda:
-            self.block.copy_(found, non_blocking=True)
-
-    def chain(self, slot, matched):
-        """(first nodes of the path that are first children, whether the tree ended there); matched: nodes accepted.
-        The copy must have arrived."""
-        row = self.block[slot].tolist()
-        parents, path = row[1 : self.nodes], row[self.nodes :]
-        for depth in range(matched + 1):
-            first = parents.index(path[depth]) + 1 if path[depth] in parents else None
-            if depth == matched or path[depth + 1] != first:
-                return depth, first is None
-        return matched, True
-
-
 class Fixed:
     """One shape, whatever happens; others: shapes that the caller's next cycles may take."""
 
@@ -78,10 +54,7 @@ class Fixed:
         """The shape."""
         return self.shapes[0]
 
-    def look(self, tree):
-        """Nothing of a tree is of interest."""
-
-    def cycle(self, request, slot, shape, matched, branch):
+    def cycle(self, request, shape, matched, chain, missed):
         """Nothing is learned."""
 
     def foreseen(self, request, agreed, compared):
@@ -170,13 +143,13 @@ class Rates:
         """How much the evidence may be out of date, from 0 to 1."""
         return 1 - 0.5 ** (max(0, self.age - WINDOW) / FORGOTTEN)
 
-    def cycle(self, shape, matched, chain, ended):
+    def cycle(self, shape, matched, chain, missed):
         """A cycle of `shape` kept `matched` draft tokens, the first `chain` of them those of the chain in its tree,
-        which was wrong after them, or ended there. Plain decoding shows nothing; evidence gets older."""
+        which was wrong after them (`missed`), or ended there. Plain decoding shows nothing; evidence gets older."""
         self.age += matched + 1
         if shape != PLAIN:
             self.experience.learn(self.experience.shapes.index(shape), self.chances(), matched)
-            self._see([1.0] * chain + [0.0] * (not ended))
+            self._see([1.0] * chain + [0.0] * missed)
 
     def foreseen(self, agreed, compared):
         """Of `compared` proposals for one token ahead, `agreed` were the tokens that came."""
@@ -265,15 +238,10 @@ class Chooser:
         """Expected tokens of a cycle of each shape of the experience, all requests together."""
         return list(map(sum, zip(*map(self.experience.lengths, chances), strict=True)))
 
-    def look(self, tree):
-        """What `cycle` wants to know of a tree (engine.buffers.Tree), None of a chain."""
-        return Branch(tree) if tree.shape.topk > 1 else None
-
-    def cycle(self, request, slot, shape, matched, branch):
-        """One request's cycle in `slot` kept `matched` draft tokens, before any cut; branch: of `look`."""
+    def cycle(self, request, shape, matched, chain, missed):
+        """One request's cycle kept `matched` draft tokens, before any cut; chain, missed: of kernels.accept.walk."""
         if request.index in self.rates:
-            chain = (matched, matched == shape.path - 1) if branch is None else branch.chain(slot, matched)
-            self.rates[request.index].cycle(shape, matched, *chain)
+            self.rates[request.index].cycle(shape, matched, chain, missed)
             self.news = self.news or shape != PLAIN
 
     def foreseen(self, request, agreed, compared):

@@ -79,6 +79,8 @@ class Cycle:
             s.matched,
             s.done,
             s.fault,
+            s.chain,
+            s.missed,
             s.root,
         )
         if self.drafter is not None:

@@ -166,12 +166,11 @@ class Session:
         cycle = self.programs.cycle(self.batch, shape, self.drafter, detail=keep, stamped=stamped, rule=self.rule)
         self.programs.graphs.run(cycle, self.batch, shape, Cycle.stages)
         self.lag = shape.path if shape != PLAIN else self.lag + 1
-        branch = self.chooser.look(cycle.tree)  # its copy must have arrived when the event has
         row = self.launched % self.state.AHEAD
         self.launched += 1
         if self.ends[row] is not None:
             self.ends[row].record()
-        report = Report(self.state.host[row], self.ends[row], list(self.slots), shape, behind, branch)
+        report = Report(self.state.host[row], self.ends[row], list(self.slots), shape, behind)
         if self.detail:
             report.tree = {n: getattr(cycle.tree, n).clone() for n in DETAILS}
         if self.logprobs is not None:
@@ -187,11 +186,11 @@ class Session:
         for slot, request in enumerate(report.requests):
             if request is None or request.finished:
                 continue
-            emitted, count, matched, _, fault, agreed, compared = rows(slot)
+            emitted, count, matched, _, fault, agreed, compared, chain, missed = rows(slot)
             if report.caught_up:
                 self.chooser.foreseen(request, agreed, compared)
             if count:
-                self.chooser.cycle(request, slot, report.shape, matched, report.branch)
+                self.chooser.cycle(request, report.shape, matched, chain, missed)
                 kept, text = request.receive(emitted[:count], matched, report.shape)
                 numbers, most = report.logprobs, request.sampling.logprobs or 0
                 logprobs = request.note(numbers and numbers.entries(slot, kept, most))
@@ -234,22 +233,20 @@ DETAILS = ("tokens", "parents", "depths", "target_ids", "aux", "logits", "path")
 
 
 class Report:
-    """What one launched cycle will have emitted, on its way to the host; caught_up: a catch-up went before it; branch:
-    what the chooser wants to know of its tree.
+    """What one launched cycle will have emitted, on its way to the host; caught_up: a catch-up went before it.
 
     Args:
         block: [W] a row of State.host that no other cycle writes before this one is read; end: the CUDA event after the
         cycle, None on the CPU, where it has ended.
     """
 
-    def __init__(self, block, end, requests, shape, caught_up, branch):
-        self.block, self.end, self.requests, self.shape = block, end, requests, shape
-        self.caught_up, self.branch = caught_up, branch
+    def __init__(self, block, end, requests, shape, caught_up):
+        self.block, self.end, self.requests, self.shape, self.caught_up = block, end, requests, shape, caught_up
         self.tree = self.logprobs = None
 
     def read(self):
-        """Wait for it -> function of a slot: (emitted list, accept_len, matched, done, fault, agreed, compared), and
-        the times of its stages."""
+        """Wait for it -> function of a slot: (emitted list, accept_len, matched, done, fault, agreed, compared, chain,
+        missed), and the times of its stages."""
         if self.end is not None:
             self.end.synchronize()
         block, width = self.block.tolist(), State.WIDTH

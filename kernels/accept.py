@@ -22,6 +22,8 @@ def walk(
     matched,
     done,
     fault,
+    chain,
+    missed,
     root,
 ):
     """Follow the child that equals the target's own token, from the root, as far as it goes; then cut.
@@ -36,17 +38,24 @@ def walk(
         accept_lens: [B] written: how many of them count after the cuts (0 for a sequence already done).
         matched: [B] written: draft tokens that the target agreed with, before the cuts.
         done, fault: [B] flags, updated: the sequence has ended; it ended on non-finite logits.
+        chain: [B] written: nodes of the path, before the cuts, up to which each is the first child of the one before:
+        what a chain of the likeliest nodes would have kept; missed: [B] 1 where a further one was wrong, 0 where there
+        was none.
         root: [B] updated: the last token emitted.
     """
     node, ended, finite = torch.arange(tokens.shape[1], device=tokens.device), done != 0, torch.isfinite(lse)
     at = torch.zeros_like(seq_lens)[:, None]
     alive = finite.gather(1, at)
     broken, steps, lens, match = ~alive, [at], alive.long(), torch.zeros_like(at)
+    straight, first, miss = torch.ones_like(alive), torch.zeros_like(at), torch.zeros_like(alive)
     for _ in range(path.shape[1] - 1):
-        hit = (parents == at) & (tokens == target_ids.gather(1, at)) & (node > 0)
+        children = (parents == at) & (node > 0)
+        hit = children & (tokens == target_ids.gather(1, at))
         alive = alive & hit.any(1, keepdim=True)
         at = torch.where(alive, hit.long().argmax(1, keepdim=True), at)
-        match = match + alive
+        went = straight & alive & (at == children.long().argmax(1, keepdim=True))
+        miss = miss | (straight & ~went & children.any(1, keepdim=True))
+        straight, first, match = went, first + went, match + alive
         broken = broken | (alive & ~finite.gather(1, at))
         alive = alive & ~broken
         lens = lens + alive
@@ -63,6 +72,8 @@ def walk(
     reach = torch.where(ended, 0, reach)
     accept_lens.copy_(reach)
     matched.copy_(match[:, 0])
+    chain.copy_(first[:, 0])
+    missed.copy_(miss[:, 0])
     fault.copy_((fault != 0) | broken)
     done.copy_(ended | stopped | broken | (reach >= room))
     last = emitted.gather(1, (reach - 1).clamp(min=0)[:, None])[:, 0]
@@ -91,8 +102,8 @@ def follow(emitted, aux, path, accept_lens, backlog, backlog_tokens, backlog_fea
 @triton.jit
 def _walk(
     tokens_ptr, parents_ptr, target_ptr, lse_ptr, seq_ptr, limit_ptr, stop_ptr, path_ptr, emitted_ptr,
-    lens_ptr, matched_ptr, done_ptr, fault_ptr, root_ptr, nodes, steps, stops, emitted_stride, flag_stride,
-    BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr,
+    lens_ptr, matched_ptr, done_ptr, fault_ptr, chain_ptr, missed_ptr, root_ptr, nodes, steps, stops, emitted_stride,
+    flag_stride, BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """Program b: the greedy walk of one tree, then the cuts."""
     b = tl.program_id(0).to(tl.int64)
@@ -104,14 +115,18 @@ def _walk(
     finite = (tl.abs(tl.load(lse_ptr + line + node, mask=inside, other=0.0)) < float("inf")).to(tl.int32)
     alive = tl.sum(tl.where(node == 0, finite, 0), 0)
     broken, lens, match, at = 1 - alive, alive, alive * 0, alive * 0
-    path = tl.zeros([BP], tl.int32)
+    path, straight, chain, missed = tl.zeros([BP], tl.int32), alive * 0 + 1, alive * 0, alive * 0
     for step in range(1, steps):
         own = tl.sum(tl.where(node == at, target, 0), 0)
-        hit = inside & (parent == at) & (token == own) & (node > 0)
-        child = tl.min(tl.where(hit, node, BT), 0)
+        children = inside & (parent == at) & (node > 0)
+        child = tl.min(tl.where(children & (token == own), node, BT), 0)
+        eldest = tl.min(tl.where(children, node, BT), 0)
         alive = alive * (child < BT).to(tl.int32)
         at = tl.where(alive > 0, child, at)
         match += alive
+        went = straight * alive * (child == eldest).to(tl.int32)
+        missed += (straight - went) * (eldest < BT).to(tl.int32)
+        straight, chain = went, chain + went
         broken = tl.maximum(broken, alive * (1 - tl.sum(tl.where(node == at, finite, 0), 0)))
         alive = alive * (1 - broken)
         lens += alive
@@ -137,6 +152,8 @@ def _walk(
     last = tl.sum(tl.where(k == reach - 1, emitted, 0), 0)
     tl.store(lens_ptr + flag, reach)
     tl.store(matched_ptr + flag, match.to(tl.int64))
+    tl.store(chain_ptr + flag, chain.to(tl.int64))
+    tl.store(missed_ptr + flag, missed.to(tl.int64))
     tl.store(fault_ptr + flag, tl.maximum(fault, broken).to(tl.int64))
     over = tl.maximum(tl.maximum(ended, stopped), tl.maximum(broken, (reach >= room).to(tl.int32)))
     tl.store(done_ptr + flag, over.to(tl.int64))
@@ -157,13 +174,15 @@ def walk_fused(
     matched,
     done,
     fault,
+    chain,
+    missed,
     root,
 ):
     """The twin of `walk`; the flags [B] are columns of one block, so they share a stride."""
     (b, nodes), steps, stops = tokens.shape, path.shape[1], stop_ids.shape[1]
-    flags = (accept_lens, matched, done, fault)
+    flags = (accept_lens, matched, done, fault, chain, missed)
     if len({f.stride(0) for f in flags}) != 1 or any(f.dtype != torch.int64 for f in flags):
-        raise ValueError("walk: accept_lens, matched, done and fault share one stride and are int64")
+        raise ValueError("walk: accept_lens, matched and the flags share one stride and are int64")
     _walk[(b,)](
         tokens.contiguous(), parents, target_ids, lse, seq_lens, limits, stop_ids, path, emitted,
         *flags, root, nodes, steps, stops, emitted.stride(0), flags[0].stride(0),
@@ -208,7 +227,7 @@ def follow_fused(emitted, aux, path, accept_lens, backlog, backlog_tokens, backl
 def specimens():
     """Compile specimens: a chain and a full tree."""
     ints = ("tokens_ptr", "parents_ptr", "target_ptr", "seq_ptr", "limit_ptr", "stop_ptr", "path_ptr", "emitted_ptr")
-    flags = ("lens_ptr", "matched_ptr", "done_ptr", "fault_ptr", "root_ptr")
+    flags = ("lens_ptr", "matched_ptr", "done_ptr", "fault_ptr", "chain_ptr", "missed_ptr", "root_ptr")
     walked = dict.fromkeys((*ints, *flags), "*i64") | {"lse_ptr": "*fp32"}
     walked |= dict.fromkeys(("nodes", "steps", "stops", "emitted_stride", "flag_stride"), "i32")
     followed = dict.fromkeys(("emitted_ptr", "path_ptr", "lens_ptr", "backlog_ptr", "tokens_ptr"), "*i64")

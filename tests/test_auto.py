@@ -2,7 +2,6 @@
 how fast the machine is. What it reaches by the wall is measured by `python -m bench.auto` on a GPU."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from toys import NEXT, V, follow, one_line, pair
 
 from engine import Engine, Sampling, Shape, measure
 from engine.auto import AUTO, GRID
-from engine.chooser import Average, Branch, Chooser, Experience, Fixed, Rates
+from engine.chooser import Average, Chooser, Experience, Fixed, Rates
 from engine.cost import CostTable, json_of, table_of
 from engine.options import DEMO
 from engine.prompts import read
@@ -182,10 +181,7 @@ class Scripted:
         self.at += 1
         return self.order[(self.at - 1) % len(self.order)]
 
-    def look(self, tree):
-        return None
-
-    def cycle(self, request, slot, shape, matched, branch):
+    def cycle(self, request, shape, matched, chain, missed):
         pass
 
     def foreseen(self, request, agreed, compared):
@@ -287,17 +283,6 @@ def test_logits_are_those_of_plain_decoding_across_switches():
 # How it decides
 
 
-def test_what_a_chain_would_have_kept_of_a_tree():
-    """Mutants: any child counted; a branch that ends counted as a miss; the root's own parent taken for a child's."""
-    tree = SimpleNamespace(shape=Shape(3, 2, 6))
-    tree.parents = torch.tensor([[0, 0, 0, 1, 1, 3]] * 6)
-    paths = [[0, 0, 0, 0], [0, 1, 1, 1], [0, 1, 3, 5], [0, 2, 2, 2], [0, 1, 4, 4], [0, 1, 3, 3]]
-    tree.path = torch.tensor(paths)
-    branch, matched = Branch(tree), [0, 1, 3, 1, 2, 2]
-    found = [branch.chain(slot, n) for slot, n in enumerate(matched)]
-    assert found == [(0, False), (1, False), (3, True), (0, False), (1, False), (2, False)]
-
-
 class Asked:
     def __init__(self, index=0):
         self.index = index
@@ -311,7 +296,8 @@ def settled(table, shapes, pattern, cycles=300):
         shape = chooser.choose([request], lag)
         lag = shape.path if shape != PLAIN else lag + 1
         kept = pattern[at % len(pattern)]
-        chooser.cycle(request, 0, shape, min(kept, shape.path - 1), None)
+        kept = min(kept, shape.path - 1)
+        chooser.cycle(request, shape, kept, kept, int(kept < shape.path - 1))
     return chooser.choose([request], 1)
 
 
@@ -338,7 +324,7 @@ def test_proposals_compared_at_once_count_one_by_one():
         assert (once.value, once.mass) == (pytest.approx(each.value), each.mass)
     rates = [Rates(Experience([PLAIN, Shape(3, 1, 4)])) for _ in range(2)]
     for one in rates:
-        one.cycle(Shape(3, 1, 4), 3, 3, True)
+        one.cycle(Shape(3, 1, 4), 3, 3, 0)
     rates[0].foreseen(20, 40)
     for _ in range(20):
         rates[1].foreseen(1, 2)
@@ -353,7 +339,8 @@ def test_several_requests_are_served_at_once():
         for _ in range(200):
             shape = chooser.choose(requests, 1)
             for request in requests:
-                chooser.cycle(request, 0, Shape(3, 1, 4), 3 if request.index < good else 0, None)
+                kept = 3 if request.index < good else 0
+                chooser.cycle(request, Shape(3, 1, 4), kept, kept, int(not kept))
         assert (shape != PLAIN) == drafts
 
 

@@ -194,10 +194,22 @@ def walked(case):
     return path, emitted, matched, fault or len(emitted) == case["limit"] - case["n"], fault
 
 
+def straight(case):
+    """How many nodes a chain of first children keeps, and whether a further one was wrong."""
+    node = kept = 0
+    while children := [i for i, p in enumerate(case["parents"]) if i and p == node]:
+        hits = [i for i in children if case["tokens"][i] == case["answers"][node]]
+        if not hits or hits[0] != children[0]:
+            return kept, 1
+        node, kept = children[0], kept + 1
+    return kept, 0
+
+
 def test_accept_walk_by_hand():
     """600 random trees of four tokens, with stops, limits, ended slots and non-finite nodes. Mutants: the stop looked
     for in the last token only; emitting past the limit; a non-finite node off the path that ends the sequence; a second
-    child preferred; an ended slot that emits."""
+    child preferred; an ended slot that emits; of a chain of first children, any child counted, a branch that ends
+    counted as a miss, or the root's own parent taken for a child's."""
     draw = random.Random(1)
     t, depth = 7, 4
     for _ in range(150):
@@ -225,12 +237,12 @@ def test_accept_walk_by_hand():
         }
         stops = torch.tensor([(c["stops"] + [-1, -1])[:2] for c in cases])
         path, emitted = torch.zeros(2, 4, depth, dtype=torch.int64)
-        lens, matched, fault, root = torch.zeros(4, 4, dtype=torch.int64)
+        lens, matched, fault, chain, missed, root = torch.zeros(6, 4, dtype=torch.int64)
         done = torch.tensor([int(c["done"]) for c in cases])
         ints["finite"] = torch.where(ints["finite"], 1.0, draw.choice([math.nan, math.inf, -math.inf]))
         REFERENCE.walk(
             *(ints[k] for k in ("tokens", "parents", "answers", "finite", "n", "limit")),
-            *(stops, path, emitted, lens, matched, done, fault, root.fill_(-5)),
+            *(stops, path, emitted, lens, matched, done, fault, chain, missed, root.fill_(-5)),
         )
         for i, case in enumerate(cases):
             want_path, want, _, ended, broken = walked(case)
@@ -238,6 +250,8 @@ def test_accept_walk_by_hand():
             assert emitted[i, :k].tolist() == want and path[i, :k].tolist() == want_path[:k], case
             assert (bool(done[i]), bool(fault[i])) == (ended, broken), case
             assert int(root[i]) == (want[-1] if want else -5)
+            if all(case["finite"]):
+                assert (int(chain[i]), int(missed[i])) == straight(case), case
 
 
 def test_commit_reads_the_whole_path_first():

@@ -394,7 +394,7 @@ def walk(dtype, device):
     for number, (name, case) in enumerate(cases.items()):
         spoilt = (NOISE, float("inf"), float("-inf"))[number % 3]
         for steps in (1, 3, 6):
-            report = torch.zeros(2, 68, dtype=torch.int64, device=device)
+            report = torch.zeros(2, 70, dtype=torch.int64, device=device)
             report[:, 66] = make.ints(case.get("done", [0, 0]))
             yield (
                 f"{name}-{steps}",
@@ -412,6 +412,8 @@ def walk(dtype, device):
                     report[:, 65],
                     report[:, 66],
                     report[:, 67],
+                    report[:, 68],
+                    report[:, 69],
                     make.ints([77, 78]),
                 ),
             )
