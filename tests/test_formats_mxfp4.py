@@ -47,9 +47,14 @@ def test_pack_is_the_inverse():
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory):
-    """(packed, plain) gpt-oss checkpoints that mean the same."""
-    folder = tmp_path_factory.mktemp("oss")
-    plain = Path(checkpoint(folder / "plain", SMALL))
+    """`alike` once for this file."""
+    return alike(tmp_path_factory.mktemp("oss"))
+
+
+def alike(folder, width=96):
+    """(packed, plain) gpt-oss checkpoints that mean the same, below a folder."""
+    raw = {**SMALL, "intermediate_size": width}
+    plain = Path(checkpoint(folder / "plain", raw))
     tensors, stored = load_file(plain / "model.safetensors"), {}
     for name, weight in list(tensors.items()):
         if name.endswith(("gate_up_proj", "down_proj")):
@@ -63,7 +68,7 @@ def targets(tmp_path_factory):
     packed = folder / "packed"
     packed.mkdir()
     save_file(stored, packed / "model.safetensors", {"format": "pt"})
-    (packed / "config.json").write_text(json.dumps({**SMALL, "quantization_config": CONFIG}))
+    (packed / "config.json").write_text(json.dumps({**raw, "quantization_config": CONFIG}))
     return str(packed), str(plain)
 
 

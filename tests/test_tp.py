@@ -11,6 +11,7 @@ from latent_toys import deepseek
 from oracles import Replay
 from test_formats import CASES as PACKED
 from test_formats import checkpoints
+from test_formats_mxfp4 import alike
 from test_llama import VARIANTS as LLAMAS
 from test_llama import checkpoint as llama
 from toys import KV_HEADS, V, one_line, pair
@@ -120,15 +121,16 @@ def same(want, ranks):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_family(toys, tmp_path, size):
-    """Windows, sinks, biases of experts, a shared expert (B41: on four ranks too), INT4 groups and FP8 blocks; experts
-    stored together, cut and dealt out. Mutants: the bias of experts or the shared one added on every rank; gate and up
-    cut before they are taken apart; words cut and scales not (B36)."""
+    """Windows, sinks, biases of experts and MLPs, a shared expert (B41: on four ranks too), latent attention on four
+    ranks; INT4 groups, FP8 blocks, MXFP4; experts stored together, cut and dealt out. Mutants: the bias of experts or
+    the shared one added on every rank; gate and up cut before they are taken apart; words cut and scales not (B36)."""
     cut, draft = {"draft_tp": "cut"}, toys.random_draft()
-    names = FAMILIES if size == 2 else ("glm groups",)
+    names = FAMILIES if size == 2 else ("glm groups", "mixtral windowed, tied")
     cases = [(checkpoint(tmp_path / name, VARIANTS[name]), draft, cut) for name in names]
     form, width = ("fp8, experts", 256) if size == 2 else ("int4", 128)
     packed, _ = checkpoints(toys, *PACKED[form], moe_intermediate_size=width)
-    cases.append((packed, draft, cut))
+    cases += [(packed, draft, cut), (llama(tmp_path / "llama", LLAMAS["mlp bias"]), draft, cut)]
+    cases.append((deepseek(toys) if size == 4 else alike(tmp_path, 128)[0], draft, cut))
     if size == 2:
         cases.append((*cases[2][:2], cut | {"expert_parallel": True}))
     ranks = spawn(record, size, size, cases)
