@@ -120,64 +120,75 @@ struct Candidates {
   }
 };
 
-// Ids and weights of one row, by one warp, from its logits.
-__device__ __forceinline__ void choose_row(const Router &p, int row) {
-  constexpr int kMany = Candidates::kMany;
+// What a group's rows score, in shared memory; loops over it are short code, and this code is cold where it runs.
+struct Scores {
+  float of[kRows][kRouted];
+  uint32_t key[kRows][kRouted]; // that sort like what the choice goes by; 0: no expert
+};
+
+// Ids and weights of row `row` of the group, by one warp, from its scores.
+__device__ __forceinline__ void choose_row(const Router &p, Scores &s, int row) {
   const int lane = threadIdx.x & 31;
-  const float *logits = p.logits + static_cast<size_t>(row) * p.experts;
-  float score[kMany];
-#pragma unroll
-  for (int j = 0; j < kMany; j++) { // one that does not exist counts for nothing below
-    const float v = load_float(logits + min(j * 32 + lane, p.experts - 1));
-    score[j] = j * 32 + lane < p.experts ? v : -INFINITY;
-  }
+  float *score = s.of[row];
   if (p.score == kSoftmax) {
     float top = -INFINITY, sum = 0.f;
-#pragma unroll
-    for (int j = 0; j < kMany; j++) top = fmaxf(top, score[j]);
+#pragma unroll 1
+    for (int e = lane; e < p.experts; e += 32) top = fmaxf(top, score[e]);
     top = warp_max(top);
-#pragma unroll
-    for (int j = 0; j < kMany; j++) {
-      score[j] = __expf(score[j] - top);
-      sum += j * 32 + lane < p.experts ? score[j] : 0.f;
+#pragma unroll 1
+    for (int e = lane; e < p.experts; e += 32) sum += score[e] = __expf(score[e] - top);
+    const float share = __fdividef(1.f, warp_sum(sum));
+#pragma unroll 1
+    for (int e = lane; e < p.experts; e += 32) {
+      score[e] *= share;
+      s.key[row][e] = sortable(score[e] + (p.correction ? p.correction[e] : 0.f));
     }
-    const float share = 1.f / warp_sum(sum);
-#pragma unroll
-    for (int j = 0; j < kMany; j++) score[j] *= share;
-  } else if (p.score == kSigmoid) {
-#pragma unroll
-    for (int j = 0; j < kMany; j++) score[j] = __fdividef(1.f, 1.f + __expf(-score[j]));
+    __syncwarp();
   }
   Candidates all;
 #pragma unroll
-  for (int j = 0; j < kMany; j++) {
-    const int e = j * 32 + lane;
-    const float correction = p.correction ? p.correction[min(e, p.experts - 1)] : 0.f;
-    all.key[j] = e < p.experts ? sortable(score[j] + correction) : 0;
-  }
+  for (int j = 0; j < Candidates::kMany; j++) all.key[j] = s.key[row][j * 32 + lane];
   if (p.groups > 1) all.keep_groups(p.experts / p.groups, p.groups, p.top_groups, p.group_best);
-  float own = 0.f;
-  int64_t id = 0;
+  int id = 0;
 #pragma unroll 1
   for (int k = 0; k < p.choices; k++) {
     uint32_t found;
     const int e = all.take(found);
-    float value = 0.f;
-#pragma unroll
-    for (int j = 0; j < kMany; j++)
-      if (j == e >> 5) value = score[j];
-    value = __shfl_sync(kAll, value, e & 31);
-    if (lane == k) own = value, id = e;
+    if (lane == k) id = e;
   }
   const bool real = lane < p.choices;
+  float own = real ? score[id] : 0.f;
   if (p.score == kLogits) {
     const float top = warp_max(real ? own : -INFINITY), raised = real ? __expf(own - top) : 0.f;
-    own = raised / warp_sum(raised);
+    own = __fdividef(raised, warp_sum(raised));
   }
-  if (p.renormalise) own = own / (warp_sum(real ? own : 0.f) + 1e-20f);
+  if (p.renormalise) own = __fdividef(own, warp_sum(own) + 1e-20f);
   if (!real) return;
-  p.ids[static_cast<size_t>(row) * p.choices + lane] = id;
-  p.weights[static_cast<size_t>(row) * p.choices + lane] = own * p.scale;
+  const size_t at = (static_cast<size_t>(blockIdx.y) * kRows + row) * p.choices + lane;
+  p.ids[at] = id;
+  p.weights[at] = own * p.scale;
+}
+
+// The choice of the block's group of rows, all logits being there. All threads call it.
+template <int kThreads>
+__device__ __forceinline__ void choose_group(const Router &p, Scores &s, int live) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < live * kRouted; i += kThreads) {
+    const int row = i / kRouted, e = i % kRouted;
+    float v = 0.f;
+    uint32_t key = 0;
+    if (e < p.experts) {
+      const float correction = p.correction ? p.correction[e] : 0.f;
+      v = load_float(p.logits + (static_cast<size_t>(blockIdx.y) * kRows + row) * p.experts + e);
+      if (p.score == kSigmoid) v = __fdividef(1.f, 1.f + __expf(-v));
+      key = sortable(v + correction);
+    }
+    s.of[row][e] = v;
+    s.key[row][e] = key;
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int r = threadIdx.x >> 5; r < live; r += kThreads / 32) choose_row(p, s, r);
 }
 
 // A tile's 16 rows: 8 experts (rows 0-3 and 8-11), 4 units of the shared expert (gates 4-7, ups 12-15).
@@ -260,14 +271,15 @@ __global__ void __launch_bounds__(kThreads, 1) route(Router p) {
   }
   __syncthreads();
   if (!last) return;
-#pragma unroll 1
-  for (int r = warp; r < min(kRows, p.rows - static_cast<int>(blockIdx.y) * kRows); r += kWarps) choose_row(p, blockIdx.y * kRows + r);
+  // weights have all been read: their ring holds the scores
+  choose_group<kThreads>(p, *reinterpret_cast<Scores *>(ring_memory), min(kRows, p.rows - static_cast<int>(blockIdx.y) * kRows));
 }
 
 template <int kThreads, int kPieces>
 inline cudaError_t launch_route(const Router &p, int blocks, cudaStream_t stream) {
   const int most = p.experts > p.width ? p.experts : p.width;
   const dim3 grid(most < blocks ? most : blocks, (p.rows + kRows - 1) / kRows);
+  static_assert(kRingBytes<kThreads, kPieces> >= sizeof(Scores), "scores lie where the ring was");
   return launch(route<kThreads, kPieces>, grid, kThreads, kRingBytes<kThreads, kPieces>, stream, 1, p);
 }
 
