@@ -49,8 +49,9 @@ class Independent(Stand):
         self.ids = ids.to(device)
 
     def replace(self, state, tree):
-        """New ids at every position."""
-        tree.tokens.copy_(self.ids[state.seq_lens, : tree.shape.draft_tokens])
+        """New ids at every position of every request."""
+        apart = torch.arange(state.batch, device=state.seq_lens.device) * 997
+        tree.tokens.copy_(self.ids[(state.seq_lens + apart) % len(self.ids), : tree.shape.draft_tokens])
 
 
 class Repeated(Stand):

@@ -37,7 +37,7 @@ def environment(engine: Engine) -> dict:
     return found | parallel(parts) | {"graphs": engine.graphs.reason or "captured", "kernels": parts.kernels}
 
 
-def workload(o, engine: Engine, routing: str, prompts: list[list[int]], new_tokens: int) -> Workload:
+def workload(o, engine: Engine, routing: str, prompts: list[list[int]], new_tokens: int, batch: int = 1) -> Workload:
     """What was run; paths in the repository are written as such."""
 
     def name(path: str | None) -> str | None:
@@ -51,11 +51,16 @@ def workload(o, engine: Engine, routing: str, prompts: list[list[int]], new_toke
         tp=parts.tp.size if engine.options.tp_slice is None else 1,
         tp_slice=engine.options.tp_slice,
         context=max(map(len, prompts)) + new_tokens,
-        batch=1,
+        batch=batch,
         dtype=str(parts.dtype).removeprefix("torch."),
         routing=routing,
         prompts_hash=results.prompts_hash(prompts),
     )
+
+
+def each(prompt: list) -> list[list[int]]:
+    """Prompts of a run: one, a list of ids, or a list of those, which then run at once."""
+    return prompt if isinstance(prompt[0], list) else [prompt]
 
 
 @dataclass
@@ -69,12 +74,12 @@ class Timed:
     prefill: list[float] = field(default_factory=list)
 
 
-def warm(engine: Engine, prompt: list[int], shapes: list[Shape]) -> None:
-    """Capture and run every shape once, with stamps and without."""
+def warm(engine: Engine, prompt: list, shapes: list[Shape]) -> None:
+    """Capture and run every shape once, with stamps and without; prompt: as `each` takes it, here and below."""
     for shape in shapes:
         for profile in (None, Profile()):
-            engine.prepare(shape, profile=profile)
-            engine.generate(prompt, sampling(2 * shape.path + 1), shape=shape, profile=profile)
+            engine.prepare(shape, len(each(prompt)), profile=profile)
+            engine.generate(each(prompt), sampling(2 * shape.path + 1), shape=shape, profile=profile)
 
 
 def stamped(
@@ -88,13 +93,14 @@ def stamped(
     for number in range(rounds):
         for shape in shapes if number % 2 == 0 else reversed(shapes):
             profile = Profile()
-            result = engine.generate(prompt, sampling(tokens), shape=shape, profile=profile)
+            done = engine.generate(each(prompt), sampling(tokens), shape=shape, profile=profile)
             own = found.series.setdefault(shape, {})
             for name, values in profile.series().items():
                 late = values[SKIPPED:] if len(values) > 2 * SKIPPED else values
                 own.setdefault(name, []).extend(round(x, 5) for x in late)
-            found.cycles[shape] = found.cycles.get(shape, Acceptance()) + Acceptance.of(result.cycles)
-            found.prefill.append(result.prefill_ms)
+            for result in done:
+                found.cycles[shape] = found.cycles.get(shape, Acceptance()) + Acceptance.of(result.cycles)
+                found.prefill.append(result.prefill_ms)
             bar.update(1)
     return found
 
@@ -102,7 +108,7 @@ def stamped(
 def unstamped(engine: Engine, prompt, tokens: int, shapes: list[Shape], found: Timed) -> None:
     """The host's clock over a run of each shape as users have it, into found.wall."""
     for shape in shapes:
-        result = engine.generate(prompt, sampling(tokens), shape=shape)
+        result = engine.generate(each(prompt), sampling(tokens), shape=shape)[-1]  # it began when all had
         if result.cycles:
             found.wall.setdefault(shape, []).append(result.decode_ms / len(result.cycles))
 
@@ -128,9 +134,9 @@ def routed(
     twin = Engine(twin, engine.options, engine.shape, "off" if engine.graphs.reason else "auto")
     found = {}
     for shape in shapes:
-        twin.prepare(shape)
+        twin.prepare(shape, len(each(prompt)))
         count.reset()
-        twin.generate(prompt, sampling(tokens), shape=shape)
+        twin.generate(each(prompt), sampling(tokens), shape=shape)
         found[shape] = count.means()
         bar.update(1)
     return found
@@ -139,21 +145,22 @@ def routed(
 def alone(engine: Engine, prompt: list[int], tokens: int, shapes: list[Shape], repeats: int, bar) -> dict:
     """{Shape: {stage: [ms]}} of each stage as a program (on CUDA: a graph) of its own, over the state that a request in
     progress has after a cycle, put back before every run."""
-    found = {}
+    found, prompts = {}, each(prompt)
     for shape in shapes:
         drafter = None if shape == PLAIN else engine.drafter
-        stream = engine.stream(prompt, sampling(max(tokens, 3 * shape.path)), shape=shape, details=False)
-        with contextlib.closing(stream) as events:
-            for _ in zip(range(2), events, strict=False):  # its first token, its first cycle
+        long = [sampling(max(tokens, 3 * shape.path))] * len(prompts)
+        with contextlib.closing(engine.stream_all(prompts, long, shape=shape)) as events:
+            for _ in zip(range(len(prompts) + 1), events, strict=False):  # their first tokens, a first cycle
                 pass
-            cycle = engine.programs.cycle(1, shape, drafter, detail=False, stamped=False)
+            batch = engine.batch(len(prompts))
+            cycle = engine.programs.cycle(batch, shape, drafter, detail=False, stamped=False)
             _wait(engine.parts.device)
             kept, times = cycle.state.snapshot(), {stage: [] for stage in Cycle.stages}
             for stage in Cycle.stages if shape != PLAIN else ("verify",):
-                engine.graphs.prepare(cycle, 1, shape, (stage,))
+                engine.graphs.prepare(cycle, batch, shape, (stage,))
                 for _ in range(repeats):
                     cycle.state.restore(kept)
-                    times[stage].append(_ms(engine, cycle, shape, stage))
+                    times[stage].append(_ms(engine, cycle, batch, shape, stage))
                 cycle.state.restore(kept)
         found[shape] = times
         bar.update(1)
@@ -165,15 +172,15 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _ms(engine: Engine, cycle: Cycle, shape: Shape, stage: str) -> float:
+def _ms(engine: Engine, cycle: Cycle, batch: int, shape: Shape, stage: str) -> float:
     """One run of one stage: events around a graph's launch, or the host's clock."""
     if engine.parts.device.type != "cuda":
         began = time.perf_counter()
-        engine.graphs.run(cycle, 1, shape, (stage,))
+        engine.graphs.run(cycle, batch, shape, (stage,))
         return (time.perf_counter() - began) * 1e3
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
-    engine.graphs.run(cycle, 1, shape, (stage,))
+    engine.graphs.run(cycle, batch, shape, (stage,))
     end.record()
     end.synchronize()
     return start.elapsed_time(end)
@@ -181,18 +188,20 @@ def _ms(engine: Engine, cycle: Cycle, shape: Shape, stage: str) -> float:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a verify pass must read: `counts` of `routed`, `positions` committed before it, `speed` in bytes/s."""
+    """What a verify pass must read: `counts` of `routed`, `positions` committed before it in each of `batch` requests,
+    `speed` in bytes/s."""
 
     size: Bytes
     counts: dict[Shape, list[float]]
     positions: int
     speed: float
+    batch: int = 1
 
     def of(self, shape: Shape) -> tuple[float, float | None, str]:
         """(bytes of its verify, mean different experts a layer or None, both in words)."""
         each = self.counts.get(shape)
         mean = sum(each) / len(each) if each else None
-        total = self.size.verify(shape.draft_tokens, mean or 0.0, self.positions)
+        total = self.size.verify(self.batch * shape.draft_tokens, mean or 0.0, self.batch * self.positions)
         words = f"{total / 1e6:.4g} MB"
         if each:
             words += f"; {mean:.2f} different experts a layer, {min(each):.2f} to {max(each):.2f}"

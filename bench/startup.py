@@ -16,7 +16,7 @@ from engine.engine import DEFAULT_SHAPE
 from engine.loading import Options, open_target
 from engine.options import Parser, least
 from engine.plan import Plan
-from engine.shape import PLAIN
+from engine.shape import PLAIN, Shape
 from engine.tp import TP
 from kernels import REFERENCE
 from weights.config import Refused
@@ -25,6 +25,7 @@ from . import command, results
 from .results import Figure, Workload
 
 SHARD = 4 << 30  # bytes, about
+SHAPES = (PLAIN, Shape(1, 1, 2), DEFAULT_SHAPE, Shape(4, 4, 16))  # captured
 
 
 def parser() -> Parser:
@@ -89,7 +90,7 @@ def loaded(o, folder: str) -> dict:
     ranks = command.parallel(o) if o.tp > 1 else {}
     how = {"device": o.device, "dtype": o.dtype or "bfloat16", "graphs": o.graphs, "max_batch": 1, "max_context": 1024}
     engine = Engine.load(folder, o.draft, **how, **ranks)
-    for shape in (PLAIN, DEFAULT_SHAPE) if engine.drafter is not None else (PLAIN,):
+    for shape in SHAPES if engine.drafter is not None else (PLAIN,):
         engine.prepare(shape)
     parts = engine.parts
     found = results.environment(parts.device, parts.dtype, parts.tp.size)
@@ -115,7 +116,7 @@ def run(o, typed: str) -> list[Figure]:
     figures = [
         Figure.of("load", "ms", slowest, note=f"the slowest rank, {share}"),
         Figure.of("read", "GB/s", min(rates), note="the slowest rank: its bytes / all of its load"),
-        Figure.of("capture", "ms", max(rank["capture"] for rank in ranks), note=f"{PLAIN} and {DEFAULT_SHAPE}"),
+        Figure.of("capture", "ms", max(rank["capture"] for rank in ranks), note=", ".join(map(str, SHAPES))),
     ]
     if o.json:
         config = json.dumps([o.random, o.layers])

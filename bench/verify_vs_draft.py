@@ -30,6 +30,7 @@ ROUTING = {
     "independent": "independent: random ids in every row (worst case)",
     "repeated": "repeated: one row as often as there are rows (best case)",
 }
+CONTEXT = 8192  # the engine's own most, unless it is told
 TOKENS = {"cuda": 384, "cpu": 32}
 
 
@@ -51,6 +52,7 @@ def parser() -> Parser:
         "--prompts", metavar="FILE", help="the prompt is the beginning of its texts; default: the demo's, or random ids"
     )
     add("--context", type=least(2), default=512, metavar="N", help="most prompt tokens; default %(default)s")
+    add("--batch", type=least(1), default=1, metavar="N", help="requests at once; default %(default)s")
     add("--tokens", type=least(4), metavar="N", help="new tokens of each run; default 384 on CUDA, 32 on the CPU")
     add("--rounds", type=least(1), default=3, metavar="N", help="of all shapes in turn; default %(default)s")
     add("--repeats", type=least(1), default=20, metavar="N", help="of each stage alone; default %(default)s")
@@ -77,6 +79,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
         o.target, o.draft = str(DEMO / "target"), o.draft or str(DEMO / "draft")
     o.draft = None if o.draft == "none" else o.draft
     o.routing = o.routing or ("independent" if o.random else "text")
+    if o.batch > 1 and o.draft is None and o.routing == "text":
+        raise Refused(
+            f"--batch {o.batch}: the text that is replayed is one request's; supported: --routing independent"
+        )
     if o.draft is None and o.inject_spin is not None and o.inject_stage == "draft":
         raise Refused("--inject-stage draft: there is no draft; supported: verify")
     results.writable(o.json)
@@ -84,7 +90,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def load(o) -> Engine:
-    """The pair, one request at a time; prompts are always computed anew."""
+    """The pair; prompts are always computed anew."""
+    longest = o.context + (o.tokens or max(TOKENS.values()))
     return Engine.load(
         o.target,
         o.draft,
@@ -93,7 +100,8 @@ def load(o) -> Engine:
         layers=o.layers,
         device=o.device,
         dtype=o.dtype,
-        max_batch=1,
+        max_batch=o.batch,
+        max_context=longest if longest > CONTEXT else None,
         capture_layers=o.capture_layers,
         prefix_cache=False,
         **command.parallel(o),
@@ -125,40 +133,41 @@ def route(o, engine: Engine, prompt: list[int], tokens: int) -> None:
         oracle.seat([*prompt, *plain.token_ids])
 
 
-def new_tokens(o, engine: Engine, prompt: list[int]) -> int:
-    """Tokens decoded behind the prompt in each run."""
+def new_tokens(o, engine: Engine, prompts: list[list[int]]) -> int:
+    """Tokens decoded behind each prompt in each run."""
     parts = engine.parts
-    return min(o.tokens or TOKENS[parts.device.type], parts.max_context - len(prompt))
+    return min(o.tokens or TOKENS[parts.device.type], parts.max_context - len(prompts[0]))
 
 
-def measured(o, engine: Engine, prompt: list[int], read: list[float], keep) -> list[Figure]:
+def measured(o, engine: Engine, prompts: list[list[int]], read: list[float], keep) -> list[Figure]:
     """Every figure of the run; keep(figures) is called with those of the cycles before the parts that follow."""
     parts = engine.parts
-    tokens = new_tokens(o, engine, prompt)
+    tokens, length = new_tokens(o, engine, prompts), len(prompts[0])
     if tokens < 4:
         raise Refused(
-            f"--context {o.context}: {len(prompt)} prompt tokens leave no room; the context holds {parts.max_context}"
+            f"--context {o.context}: {length} prompt tokens leave no room; the context holds {parts.max_context}"
         )
     target, drafter = parts.target, parts.drafter
-    route(o, engine, prompt, tokens)
+    route(o, engine, prompts[0], tokens)
     shapes = list(dict.fromkeys([PLAIN, *map(chain, o.rows), *o.shapes]))
     work = len(shapes) * (o.rounds + 2)
     with tqdm(total=work, desc="shapes", unit="", disable=None, leave=False) as bar:
-        stages.warm(engine, prompt, shapes)
-        timed = stages.stamped(engine, prompt, tokens, shapes, o.rounds, bar)
-        stages.unstamped(engine, prompt, tokens, shapes, timed)
+        stages.warm(engine, prompts, shapes)
+        timed = stages.stamped(engine, prompts, tokens, shapes, o.rounds, bar)
+        stages.unstamped(engine, prompts, tokens, shapes, timed)
         sums = [] if parts.tp.size == 1 else collectives.of_a_pass(parts, sorted({s.draft_tokens for s in shapes}))
         speed, size = results.quantile(read, 0.5), Bytes.of(target, drafter, parts.dtype)
-        traffic, chains = stages.Traffic(size, {}, len(prompt) + tokens // 2, speed), [chain(n) for n in o.rows]
+        chains = [chain(n) for n in o.rows]
+        traffic = stages.Traffic(size, {}, length + tokens // 2, speed, o.batch)
         keep([*stages.figures(timed, {}, traffic, chains, drafter is not None), *sums])
-        counts = stages.routed(engine, target, prompt, tokens, shapes, bar)
-        alone = stages.alone(engine, prompt, tokens, shapes, o.repeats, bar)
+        counts = stages.routed(engine, target, prompts, tokens, shapes, bar)
+        alone = stages.alone(engine, prompts, tokens, shapes, o.repeats, bar)
     traffic = replace(traffic, counts=counts)
     made = Figure.of
     figures = [
         made("load", "ms", parts.load_ms),
         made("read_bandwidth", "TB/s", [x / 1e12 for x in read]),
-        made(f"prefill.{len(prompt)}", "ms", timed.prefill),
+        made(f"prefill.{length}", "ms", timed.prefill),
     ]
     if engine.graphs.capture_ms:
         figures.append(made("capture", "ms", engine.graphs.capture_ms, note="all programs of this run"))
@@ -203,6 +212,7 @@ def run(o, command: str) -> list[Figure]:
     if parts.device.type == "cpu":
         torch.set_num_threads(1)
     prompt = texts(o, engine, o.context)
+    prompts = [prompt[at:] + prompt[:at] for at in range(o.batch)]
     routing = ROUTING[o.routing]
     if o.routing == "text" and o.draft is None:
         routing = "text: the target's own, replayed as if drafted"
@@ -213,10 +223,10 @@ def run(o, command: str) -> list[Figure]:
 
     def keep(figures):
         if o.json:
-            load_ = stages.workload(o, engine, routing, [prompt], new_tokens(o, engine, prompt))
+            load_ = stages.workload(o, engine, routing, prompts, new_tokens(o, engine, prompts), o.batch)
             results.write(o.json, results.document(command, stages.environment(engine), load_, figures))
 
-    figures = measured(o, engine, prompt, bandwidth.read_bandwidth(parts.device), keep)
+    figures = measured(o, engine, prompts, bandwidth.read_bandwidth(parts.device), keep)
     keep(figures)
     print(f"routing {routing}")
     return figures

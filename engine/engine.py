@@ -81,12 +81,12 @@ class Engine:
         self._idle()
         self._check(shape)
         self._look()
-        batch, rule = self._batch(requests), rule_of(samplings)
+        batch, rule = self.batch(requests), rule_of(samplings)
         chooser = self._chooser(shape, batch, rule)
         detail, stamped = wanted(samplings) is not None, profile is not None
         self.programs.prepare(batch, chooser.shapes, detail=detail, stamped=stamped, rule=rule)
 
-    def _batch(self, requests):
+    def batch(self, requests):
         """Slots for so many requests: a power of two, at most max_batch."""
         return min(self.options.max_batch, 1 << (max(1, requests) - 1).bit_length())
 
@@ -244,7 +244,7 @@ class Engine:
         """The events' generator; requests: of `_requests`, shape: a Shape or AUTO."""
         self._idle()
         self._check(shape)
-        batch = self._batch(len(requests))
+        batch = self.batch(len(requests))
         chooser = self._chooser(shape, batch, rule_of(r.sampling for r in requests))
         return self._events_of(requests, batch, chooser, detail, profile)
 
@@ -252,7 +252,7 @@ class Engine:
         """As `stream_all`, each cycle's shape chosen by `chooser` (engine.chooser)."""
         self._idle()
         requests = self._requests(prompts, samplings)
-        return self._events_of(requests, self._batch(len(requests)), chooser, details, profile)
+        return self._events_of(requests, self.batch(len(requests)), chooser, details, profile)
 
     def _chooser(self, shape, batch, rule):
         return self.auto.chooser(batch, rule) if shape == AUTO else Fixed(shape)

@@ -277,6 +277,20 @@ def test_what_verify_vs_draft_refuses(argv, said, capsys):
     assert error.startswith("error: ") and error.count("\n") == 1 and said in error
 
 
+def test_requests_at_once(tmp_path):
+    """Mutants: one request measured whatever was asked; all requests' rows counted as one's; the same rows in each."""
+    path, found = tmp_path / "run.json", []
+    argv = "--rows 1 --shapes 2-1-3 --rounds 1 --repeats 1 --tokens 8 --context 24 --device cpu --routing independent"
+    for batch in ("1", "3"):
+        assert verify_vs_draft.main([*argv.split(), "--batch", batch, "--json", str(path)]) == 0
+        run = reading.read(str(path))
+        assert run["workload"]["batch"] == int(batch)
+        found.append({figure["name"]: figure for figure in run["figures"]})
+    one, three = found
+    assert three["verify.2-1-3"]["experts"] > one["verify.2-1-3"]["experts"]
+    assert three["verify_bytes.1"]["value"] > one["verify_bytes.1"]["value"]
+
+
 def test_verify_vs_draft_measures_what_it_says(tmp_path, capsys):
     """Mutant: a figure left out of the document, or named otherwise; a floor from another pass."""
     path = tmp_path / "run.json"

@@ -48,11 +48,21 @@ def test_lockstep_notices(monkeypatch, capsys, rank, key, said):
     assert said in capsys.readouterr().err
 
 
-def test_startup(tmp_path, capsys):
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_startup(tmp_path, capsys, ranks):
     """Every rank's load of a written checkpoint, which is gone afterwards."""
     for name, kind, config in (("t", "target", target_config()), ("d", "draft", draft_config())):
         (tmp_path / f"{name}.json").write_text(json.dumps({kind: config}))
-    words = ["--random", str(tmp_path / "t.json"), "--draft", f"random:{tmp_path / 'd.json'}", "--device", "cpu"]
+    words = [
+        "--random",
+        str(tmp_path / "t.json"),
+        "--draft",
+        f"random:{tmp_path / 'd.json'}",
+        "--device",
+        "cpu",
+        "--tp",
+        ranks,
+    ]
     (tmp_path / "ram").mkdir()
     assert startup.main([*words, "--folder", str(tmp_path / "ram")]) == 0
     assert "GB/s" in capsys.readouterr().out and list((tmp_path / "ram").iterdir()) == []
