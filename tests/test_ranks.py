@@ -2,6 +2,7 @@
 minute, its own error first, with nothing left behind."""
 
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -141,13 +142,19 @@ def generate(*words, start=(sys.executable, "-m")):
     return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
 
 
-def test_the_command_line_starts_ranks():
-    """One text, one report: rank 0's. Mutants: every rank prints; the text of two ranks is another one."""
-    alone, two = (generate("--max-new-tokens", "24", *more) for more in ((), ("--tp", "2", "--draft-tp", "cut")))
+def test_the_command_line_starts_ranks(tmp_path, monkeypatch):
+    """One text, one report: rank 0's, with what matters to ranks in it. Mutants: every rank prints; the text of two
+    ranks is another one; NCCL's variables or a rank's bytes left out."""
+    monkeypatch.setenv("NCCL_PROTO", "LL")
+    ranks = ("--tp", "2", "--draft-tp", "cut", "--stats", str(tmp_path / "stats.json"))
+    alone, two = (generate("--max-new-tokens", "24", *more) for more in ((), ranks))
     texts = [process.communicate(timeout=120) for process in (alone, two)]
     assert [alone.returncode, two.returncode] == [0, 0], texts[1][1]
     assert texts[0][0] == texts[1][0] and texts[1][1].count("accept length") == 1
     assert "2 ranks hold" in texts[1][1] and "draft cut, as asked" in texts[1][1]
+    stated = json.loads((tmp_path / "stats.json").read_text())["environment"]
+    assert (stated["tp"], stated["NCCL_PROTO"], stated["draft_tp"]) == (2, "LL", "cut, as asked")
+    assert stated["reduction"].startswith("gloo, all_gather") and len(stated["weights_bytes"]) == 2
 
 
 def test_torchrun_starts_ranks_too():
