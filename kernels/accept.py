@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .select import gather_rows
-from .tile import up
+from .tile import begin, chained, up
 
 
 def walk(
@@ -103,9 +103,10 @@ def follow(emitted, aux, path, accept_lens, backlog, backlog_tokens, backlog_fea
 def _walk(
     tokens_ptr, parents_ptr, target_ptr, lse_ptr, seq_ptr, limit_ptr, stop_ptr, path_ptr, emitted_ptr,
     lens_ptr, matched_ptr, done_ptr, fault_ptr, chain_ptr, missed_ptr, root_ptr, nodes, steps, stops, emitted_stride,
-    flag_stride, BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr,
+    flag_stride, PDL: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """Program b: the greedy walk of one tree, then the cuts."""
+    begin(PDL)
     b = tl.program_id(0).to(tl.int64)
     node, k, line = tl.arange(0, BT), tl.arange(0, BP), b * nodes
     inside = node < nodes
@@ -186,16 +187,17 @@ def walk_fused(
     _walk[(b,)](
         tokens.contiguous(), parents, target_ids, lse, seq_lens, limits, stop_ids, path, emitted,
         *flags, root, nodes, steps, stops, emitted.stride(0), flags[0].stride(0),
-        BT=up(nodes), BP=up(steps), BS=up(stops), num_warps=1,
+        BT=up(nodes), BP=up(steps), BS=up(stops), num_warps=1, **chained(tokens),
     )  # fmt: skip
 
 
 @triton.jit
 def _follow(
     emitted_ptr, aux_ptr, path_ptr, lens_ptr, backlog_ptr, tokens_ptr, features_ptr, steps, nodes, room, width,
-    emitted_stride, lens_stride, DRAFTED: tl.constexpr, BW: tl.constexpr,
+    emitted_stride, lens_stride, DRAFTED: tl.constexpr, PDL: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     """Program (w, k, b): BW features under the k-th emitted token of sequence b; the first program adds the token."""
+    begin(PDL)
     k, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     if k < tl.load(lens_ptr + b * lens_stride):
         at = k.to(tl.int64)
@@ -216,7 +218,7 @@ def follow_fused(emitted, aux, path, accept_lens, backlog, backlog_tokens, backl
     _follow[(max(1, triton.cdiv(width, block)), steps, b)](  # no features: the tokens are still written
         emitted, aux.contiguous(), path, accept_lens, backlog, backlog_tokens, backlog_features, steps, nodes,
         backlog_tokens.shape[1], width, emitted.stride(0), accept_lens.stride(0), DRAFTED=drafted, BW=block,
-        num_warps=4,
+        num_warps=4, **chained(path),
     )  # fmt: skip
     if drafted:
         backlog.copy_(accept_lens)
@@ -232,14 +234,15 @@ def specimens():
     walked |= dict.fromkeys(("nodes", "steps", "stops", "emitted_stride", "flag_stride"), "i32")
     followed = dict.fromkeys(("emitted_ptr", "path_ptr", "lens_ptr", "backlog_ptr", "tokens_ptr"), "*i64")
     followed |= dict.fromkeys(("steps", "nodes", "room", "width", "emitted_stride", "lens_stride"), "i32")
+    pdl = {"num_warps": 1, "launch_pdl": True}
     return [
-        *((_walk, walked, {"BT": t, "BP": p, "BS": 32}, {"num_warps": 1}) for t, p in ((1, 1), (4, 4), (64, 8))),
+        *((_walk, walked, {"PDL": True, "BT": t, "BP": p, "BS": 32}, pdl) for t, p in ((1, 1), (4, 4), (64, 8))),
         *(
             (
                 _follow,
                 followed | dict.fromkeys(("aux_ptr", "features_ptr"), name),
-                {"DRAFTED": drafted, "BW": 1024},
-                {"num_warps": 4},
+                {"DRAFTED": drafted, "PDL": True, "BW": 1024},
+                {"num_warps": 4, "launch_pdl": True},
             )
             for name, drafted in (("*bf16", True), ("*fp16", False), ("*fp32", True))
         ),

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from .attention import slot_of
 from .cache_write import slots
+from .tile import begin, chained
 
 
 def reference(storage, pages, prefix, path, accept_lens, page_size):
@@ -26,9 +27,10 @@ def reference(storage, pages, prefix, path, accept_lens, page_size):
 @triton.jit(do_not_specialize=["table", "steps"])
 def _move(
     storage_ptr, pages_ptr, prefix_ptr, path_ptr, lens_ptr, lens_stride, table, steps, plane, width,
-    PAGE: tl.constexpr, BP: tl.constexpr, BW: tl.constexpr,
+    PAGE: tl.constexpr, PDL: tl.constexpr, BP: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     """Program (w, p, b): BW columns of plane p (any layer's) along sequence b's path."""
+    begin(PDL)
     b, k = tl.program_id(2), tl.arange(0, BP)
     keep = k < tl.minimum(tl.load(lens_ptr + b * lens_stride), steps)
     node = tl.load(path_ptr + b * steps + k, mask=keep, other=0)
@@ -54,6 +56,7 @@ def fused(storage, pages, prefix, path, accept_lens, page_size):
     _move[(triton.cdiv(row, block), layers * planes, b)](
         storage, pages, prefix, path.contiguous(), accept_lens, accept_lens.stride(0), pages.stride(0), steps,
         slots * row, row, PAGE=page_size, BP=triton.next_power_of_2(steps), BW=block, num_warps=4,
+        **chained(storage),
     )  # fmt: skip
 
 
@@ -66,8 +69,9 @@ def specimens():
     """Compile specimens: chains and full trees; a plane may pass 2^31 elements."""
     types = {"pages_ptr": "*i32", "prefix_ptr": "*i64", "path_ptr": "*i64", "lens_ptr": "*i64", "lens_stride": "i32"}
     types |= {"table": "i32", "steps": "i32", "plane": "i64", "width": "i32"}
+    pdl = {"num_warps": 4, "launch_pdl": True}
     return [
-        (_move, types | {"storage_ptr": name}, {"PAGE": 16, "BP": steps, "BW": _columns(steps, 512)}, {"num_warps": 4})
+        (_move, types | {"storage_ptr": name}, {"PAGE": 16, "PDL": True, "BP": steps, "BW": _columns(steps, 512)}, pdl)
         for name in ("*bf16", "*fp16", "*fp32")
         for steps in (2, 4, 64)
     ]

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from . import norm
 from .select import gather_rows
+from .tile import begin, chained
 
 
 def reference(ids, table, embed_norm, hidden, source, hidden_norm, eps, normed):
@@ -30,9 +31,10 @@ def reference(ids, table, embed_norm, hidden, source, hidden_norm, eps, normed):
 @triton.jit
 def _draft_input(
     ids_ptr, table_ptr, e_norm_ptr, h_ptr, source_ptr, h_norm_ptr, y_ptr, residual_ptr, columns, eps, beams, k,
-    IDS: tl.constexpr, SOURCE: tl.constexpr, NORMED: tl.constexpr, BC: tl.constexpr,
+    IDS: tl.constexpr, SOURCE: tl.constexpr, NORMED: tl.constexpr, PDL: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Program (n, half): one norm of row n into its half of the output; the second one's rows are the residual too."""
+    begin(PDL)
     row, columns_ = tl.program_id(0), columns.to(tl.int64)
     y_ptr += row * 2 * columns_
     if tl.program_id(1) == 0:
@@ -65,6 +67,7 @@ def fused(ids, table, embed_norm, hidden, source, hidden_norm, eps, normed):
         None if ids is None else ids.contiguous(), table.contiguous(), embed_norm, hidden,
         None if source is None else source.contiguous(), hidden_norm, y, residual, columns, eps, m // b, k,
         IDS=ids is not None, SOURCE=source is not None, NORMED=normed, BC=norm.chunk(columns), num_warps=4,
+        **chained(hidden),
     )  # fmt: skip
     return y, residual
 
@@ -78,8 +81,8 @@ def specimens():
         (
             _draft_input,
             dict.fromkeys(pointers, name) | ints,
-            {"IDS": ids, "SOURCE": source, "NORMED": normed, "BC": norm.chunk(columns)},
-            {"num_warps": 4},
+            {"IDS": ids, "SOURCE": source, "NORMED": normed, "PDL": True, "BC": norm.chunk(columns)},
+            {"num_warps": 4, "launch_pdl": True},
         )
         for name in ("*bf16", "*fp16", "*fp32")
         for columns, ids, source, normed in launches

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from . import norm
 from .select import largest
-from .tile import SMALLEST, Tile, groups, index_of, inverse_rms, ordered, product, tile_of, up, value_of
+from .tile import SMALLEST, Tile, begin, chained, groups, index_of, inverse_rms, ordered, product, tile_of, up, value_of
 
 
 def reference(x, norm_weight, eps, weight, k, logits=None):
@@ -95,9 +95,11 @@ def _reduce(key_ptr, kept_ptr, candidates, KEPT: tl.constexpr, BC: tl.constexpr)
 
 @triton.jit
 def _finish(
-    key_ptr, top_ptr, sum_ptr, values_ptr, ids_ptr, lse_ptr, candidates, blocks, k, BC: tl.constexpr, BB: tl.constexpr
-):
+    key_ptr, top_ptr, sum_ptr, values_ptr, ids_ptr, lse_ptr, candidates, blocks, k,
+    PDL: tl.constexpr, BC: tl.constexpr, BB: tl.constexpr,
+):  # fmt: skip
     """Program n: the best k of row n's candidates, and log-sum-exp from its blocks' maxima and sums."""
+    begin(PDL)
     row, at, block = tl.program_id(0).to(tl.int64), tl.arange(0, BC), tl.arange(0, BB)
     high = tl.full([BB], LOWEST, tl.float32)
     for b in range(0, blocks, BB):
@@ -155,7 +157,7 @@ def finish(keys, top, total, k):
     ids, lse = keys.new_empty(rows, k), top.new_empty(rows)
     _finish[(rows,)](
         keys, top, total, values, ids, lse, keys.shape[1], blocks, k,
-        BC=max(16, up(keys.shape[1])), BB=1024, num_warps=8,
+        BC=max(16, up(keys.shape[1])), BB=1024, num_warps=8, **chained(top),
     )  # fmt: skip
     return values, ids, lse
 
@@ -174,4 +176,4 @@ def specimens():
     cases.append((_reduce, types, {"KEPT": 8, "BC": HELD}, {"num_warps": 8}))
     types = {"key_ptr": "*i64", "top_ptr": "*fp32", "sum_ptr": "*fp32", "values_ptr": "*fp32", "ids_ptr": "*i64"}
     types |= {"lse_ptr": "*fp32"} | dict.fromkeys(("candidates", "blocks", "k"), "i32")
-    return [*cases, (_finish, types, {"BC": HELD, "BB": 1024}, {"num_warps": 8})]
+    return [*cases, (_finish, types, {"PDL": True, "BC": HELD, "BB": 1024}, {"num_warps": 8, "launch_pdl": True})]

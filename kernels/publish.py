@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .tile import up
+from .tile import begin, chained, up
 
 
 def reference(block, host, turn):
@@ -20,8 +20,9 @@ def reference(block, host, turn):
 
 
 @triton.jit
-def _publish(block_ptr, host_ptr, turn_ptr, rows, width, BW: tl.constexpr):
+def _publish(block_ptr, host_ptr, turn_ptr, rows, width, PDL: tl.constexpr, BW: tl.constexpr):
     """One program: all of the block, then the turn."""
+    begin(PDL)
     turn, at = tl.load(turn_ptr), tl.arange(0, BW)
     host_ptr += turn % rows * width
     for start in range(0, width, BW):
@@ -34,10 +35,12 @@ def _publish(block_ptr, host_ptr, turn_ptr, rows, width, BW: tl.constexpr):
 def fused(block, host, turn):
     """The twin of `reference`."""
     rows, width = host.shape
-    _publish[(1,)](block, host, turn, rows, width, BW=min(1024, up(width)), num_warps=4)
+    _publish[(1,)](block, host, turn, rows, width, BW=min(1024, up(width)), num_warps=4, **chained(block))
 
 
 def specimens():
     """Compile specimens: one slot and eight."""
     types = dict.fromkeys(("block_ptr", "host_ptr", "turn_ptr"), "*i64") | dict.fromkeys(("rows", "width"), "i32")
-    return [(_publish, types, {"BW": width}, {"num_warps": 4}) for width in (128, 1024)]
+    return [
+        (_publish, types, {"PDL": True, "BW": width}, {"num_warps": 4, "launch_pdl": True}) for width in (128, 1024)
+    ]

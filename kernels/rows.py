@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .select import gather_rows
-from .tile import up
+from .tile import begin, chained, up
 
 
 def embed(ids, table):
@@ -40,8 +40,9 @@ def _copied(source_ptr, place_ptr, columns, BC: tl.constexpr):
 
 
 @triton.jit
-def _embed(ids_ptr, table_ptr, y_ptr, columns, BC: tl.constexpr):
+def _embed(ids_ptr, table_ptr, y_ptr, columns, PDL: tl.constexpr, BC: tl.constexpr):
     """Program (n, c): BC columns of row n."""
+    begin(PDL)
     row, wide = tl.program_id(0), columns.to(tl.int64)
     _copied(table_ptr + tl.maximum(tl.load(ids_ptr + row), 0) * wide, y_ptr + row * wide, columns, BC)
 
@@ -50,13 +51,15 @@ def embed_fused(ids, table):
     """The twin of `embed`."""
     rows, columns = ids.numel(), table.shape[1]
     y, block = table.new_empty(rows, columns), _block(columns)
-    _embed[(rows, triton.cdiv(columns, block))](ids.contiguous(), table, y, columns, BC=block, num_warps=4)
+    grid = rows, triton.cdiv(columns, block)
+    _embed[grid](ids.contiguous(), table, y, columns, BC=block, num_warps=4, **chained(table))
     return y
 
 
 @triton.jit
-def _behind(seq_ptr, backlog_ptr, start_ptr, at_ptr, width, BW: tl.constexpr):
+def _behind(seq_ptr, backlog_ptr, start_ptr, at_ptr, width, PDL: tl.constexpr, BW: tl.constexpr):
     """Program b: one sequence."""
+    begin(PDL)
     b, k = tl.program_id(0), tl.arange(0, BW)
     start = tl.load(seq_ptr + b) - tl.load(backlog_ptr + b)
     tl.store(start_ptr + b, start)
@@ -66,13 +69,15 @@ def _behind(seq_ptr, backlog_ptr, start_ptr, at_ptr, width, BW: tl.constexpr):
 def behind_fused(seq_lens, backlog, width):
     """The twin of `behind`."""
     start, at = torch.empty_like(seq_lens), seq_lens.new_empty(seq_lens.shape[0], width)
-    _behind[(seq_lens.shape[0],)](seq_lens, backlog, start, at, width, BW=up(width), num_warps=1)
+    options = chained(seq_lens) | {"num_warps": 1}
+    _behind[(seq_lens.shape[0],)](seq_lens, backlog, start, at, width, BW=up(width), **options)
     return start, at
 
 
 @triton.jit
-def _last(x_ptr, backlog_ptr, y_ptr, rows, columns, BC: tl.constexpr):
+def _last(x_ptr, backlog_ptr, y_ptr, rows, columns, PDL: tl.constexpr, BC: tl.constexpr):
     """Program (b, c): BC columns of sequence b's row."""
+    begin(PDL)
     b, wide = tl.program_id(0), columns.to(tl.int64)
     row = b * rows + tl.maximum(tl.load(backlog_ptr + b) - 1, 0)
     _copied(x_ptr + row * wide, y_ptr + b * wide, columns, BC)
@@ -82,13 +87,17 @@ def last_fused(x, backlog):
     """The twin of `last`."""
     (b, rows, columns), x = x.shape, x.contiguous()
     y, block = x.new_empty(b, columns), _block(columns)
-    _last[(b, triton.cdiv(columns, block))](x, backlog, y, rows, columns, BC=block, num_warps=4)
+    grid = b, triton.cdiv(columns, block)
+    _last[grid](x, backlog, y, rows, columns, BC=block, num_warps=4, **chained(x))
     return y
 
 
 @triton.jit
-def _record(ids_ptr, lse_ptr, aux_ptr, ids_out, lse_out, aux_out, columns, BC: tl.constexpr):
+def _record(
+    ids_ptr, lse_ptr, aux_ptr, ids_out, lse_out, aux_out, columns, PDL: tl.constexpr, BC: tl.constexpr
+):  # fmt: skip
     """Program (n, c): BC features of row n; the first one the row's id and log-sum-exp."""
+    begin(PDL)
     row, wide = tl.program_id(0), columns.to(tl.int64)
     if tl.program_id(1) == 0:
         tl.store(ids_out + row, tl.load(ids_ptr + row))
@@ -102,7 +111,7 @@ def record_fused(ids, lse, aux, target_ids, kept_lse, kept_aux):
     block = _block(columns)
     _record[(rows, max(1, triton.cdiv(columns, block)))](  # no features: ids are still written
         ids.contiguous(), lse.contiguous(), aux.contiguous(), target_ids, kept_lse, kept_aux, columns,
-        BC=block, num_warps=4,
+        BC=block, num_warps=4, **chained(lse),
     )  # fmt: skip
 
 
@@ -115,12 +124,13 @@ def specimens():
     """Compile specimens."""
     ints = dict.fromkeys(("seq_ptr", "backlog_ptr", "start_ptr", "at_ptr"), "*i64") | {"width": "i32"}
     kept = {"ids_ptr": "*i64", "ids_out": "*i64", "lse_ptr": "*fp32", "lse_out": "*fp32", "columns": "i32"}
-    cases = [(_behind, ints, {"BW": width}, {"num_warps": 1}) for width in (1, 4, 64)]
+    options, block = {"num_warps": 4, "launch_pdl": True}, {"PDL": True, "BC": 1024}
+    cases = [(_behind, ints, {"PDL": True, "BW": width}, {"num_warps": 1, "launch_pdl": True}) for width in (1, 4, 64)]
     for name in ("*bf16", "*fp16", "*fp32"):
         types = {"ids_ptr": "*i64", "table_ptr": name, "y_ptr": name, "columns": "i32"}
-        cases.append((_embed, types, {"BC": 1024}, {"num_warps": 4}))
+        cases.append((_embed, types, block, options))
         types = {"x_ptr": name, "backlog_ptr": "*i64", "y_ptr": name, "rows": "i32", "columns": "i32"}
-        cases.append((_last, types, {"BC": 1024}, {"num_warps": 4}))
+        cases.append((_last, types, block, options))
         types = kept | {"aux_ptr": name, "aux_out": name}
-        cases.append((_record, types, {"BC": 1024}, {"num_warps": 4}))
+        cases.append((_record, types, block, options))
     return cases

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 ROWS = 8  # rows of a tile: the N of an mma
 SMALLEST = tl.constexpr(-(1 << 63))  # below every ordered key
@@ -60,6 +61,22 @@ def groups(rows):
 def up(n):
     """Next power of two."""
     return triton.next_power_of_2(n)
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """The first thing a small kernel of a cycle does, under programmatic dependent launch: wait until all that the
+    kernel before it wrote is there, then let the next one begin, which does the same."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+def chained(x):
+    """How a kernel that calls `begin` is launched where x is: its start overlaps the end of the kernel before it."""
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
 
 
 @triton.jit

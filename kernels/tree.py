@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .select import largest
-from .tile import SMALLEST, index_of, ordered, up
+from .tile import SMALLEST, begin, chained, index_of, ordered, up
 
 
 def grow(values, ids, lse, to_target, seq_lens, beam, pool, step):
@@ -91,9 +91,10 @@ def _grow(
     values_ptr, ids_ptr, lse_ptr, map_ptr, seq_ptr, scores_ptr, nodes_ptr, bits_ptr, pool_scores_ptr, pool_tokens_ptr,
     pool_parents_ptr, token_out, source_out, position_out, index_out, score_out, node_out, bits_out,
     beams, k, candidates, offset, step,
-    MAP: tl.constexpr, ROOT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+    MAP: tl.constexpr, ROOT: tl.constexpr, PDL: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Program b: children of the beam into the pool, the best k of them out. ROOT: the beam is the root."""
+    begin(PDL)
     b, at, pick = tl.program_id(0).to(tl.int64), tl.arange(0, BC), tl.arange(0, BK)
     inside, beam = at < beams * k, b * beams + at // k
     child = tl.load(values_ptr + b * beams * k + at, mask=inside, other=0.0)
@@ -145,6 +146,7 @@ def grow_fused(values, ids, lse, to_target, seq_lens, beam, pool, step):
         *((None,) * 3 if beam is None else (x.contiguous() for x in beam)), *pool,
         tokens, source, position, index, scores, nodes, bits, q, k, pool[0].shape[1], first_of(step, k), step,
         MAP=to_target is not None, ROOT=beam is None, BC=size, BK=up(k), num_warps=1 if size <= 128 else 4,
+        **chained(values),
     )  # fmt: skip
     return tokens, source, position, index, (scores, nodes, bits)
 
@@ -152,9 +154,10 @@ def grow_fused(values, ids, lse, to_target, seq_lens, beam, pool, step):
 @triton.jit
 def _choose(
     scores_ptr, pool_tokens_ptr, pool_parents_ptr, root_ptr, tokens_ptr, parents_ptr, candidates, nodes,
-    BC: tl.constexpr, BT: tl.constexpr,
+    PDL: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """Program b: the best nodes - 1 of the pool in pool order, parents renumbered."""
+    begin(PDL)
     b, at, pick = tl.program_id(0).to(tl.int64), tl.arange(0, BC), tl.arange(0, BT)
     inside = at < candidates
     keys = ordered(tl.load(scores_ptr + b * candidates + at, mask=inside, other=0.0), at)
@@ -181,16 +184,18 @@ def choose_fused(pool, root, tokens, parents):
     candidates = pool[0].shape[1]
     size = max(16, up(candidates))
     _choose[(b,)](
-        *pool, root, tokens, parents, candidates, nodes, BC=size, BT=up(nodes), num_warps=1 if size <= 128 else 4
-    )
+        *pool, root, tokens, parents, candidates, nodes, BC=size, BT=up(nodes), num_warps=1 if size <= 128 else 4,
+        **chained(root),
+    )  # fmt: skip
 
 
 @triton.jit
 def _plant(
     root_ptr, seq_ptr, tokens_ptr, parents_ptr, depths_ptr, ancestors_ptr, positions_ptr, index_ptr, nodes, steps,
-    BT: tl.constexpr,
+    PDL: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """Program b: walk every node to the root at once."""
+    begin(PDL)
     b, node = tl.program_id(0).to(tl.int64), tl.arange(0, BT)
     line, inside, at = b * nodes, node < nodes, node.to(tl.int64)
     prefix, one = tl.load(seq_ptr + b), tl.full([BT], 1, tl.int64)
@@ -210,7 +215,8 @@ def plant_fused(root, seq_lens, tokens, parents, depths, ancestors, positions, i
     """The twin of `plant`."""
     b, nodes = parents.shape
     outputs = (depths, ancestors, positions, index)
-    _plant[(b,)](root, seq_lens, tokens, parents, *outputs, nodes, steps, BT=up(nodes), num_warps=1)
+    options = chained(root) | {"num_warps": 1}
+    _plant[(b,)](root, seq_lens, tokens, parents, *outputs, nodes, steps, BT=up(nodes), **options)
 
 
 def specimens():
@@ -225,13 +231,16 @@ def specimens():
     chosen = pool | {"scores_ptr": "*fp32", "root_ptr": "*i64", "tokens_ptr": "*i64", "parents_ptr": "*i64"}
     planted = dict.fromkeys(("root_ptr", "seq_ptr", "tokens_ptr", "parents_ptr", "depths_ptr"), "*i64")
     planted |= dict.fromkeys(("ancestors_ptr", "positions_ptr", "index_ptr"), "*i64") | {"nodes": "i32", "steps": "i32"}
-    sizes = {"MAP": True, "ROOT": False}
+    sizes, pdl = {"MAP": True, "ROOT": False, "PDL": True}, {"launch_pdl": True}
     return [
-        *((_grow, grown, sizes | {"BC": c, "BK": k}, {"num_warps": w}) for c, k, w in ((16, 1, 1), (1024, 32, 4))),
-        (_grow, first, dict.fromkeys(beam) | {"MAP": False, "ROOT": True, "BC": 16, "BK": 4}, {"num_warps": 1}),
         *(
-            (_choose, chosen | {"nodes": "i32"}, {"BC": c, "BT": t}, {"num_warps": w})
+            (_grow, grown, sizes | {"BC": c, "BK": k}, pdl | {"num_warps": w})
+            for c, k, w in ((16, 1, 1), (1024, 32, 4))
+        ),
+        (_grow, first, dict.fromkeys(beam) | {"MAP": False, "ROOT": True, "PDL": False, "BC": 16, "BK": 4}, {}),
+        *(
+            (_choose, chosen | {"nodes": "i32"}, {"PDL": True, "BC": c, "BT": t}, pdl | {"num_warps": w})
             for c, t, w in ((16, 4, 1), (256, 64, 4), (4096, 64, 4))
         ),
-        *((_plant, planted, {"BT": t}, {"num_warps": 1}) for t in (1, 4, 64)),
+        *((_plant, planted, {"PDL": True, "BT": t}, pdl | {"num_warps": 1}) for t in (1, 4, 64)),
     ]

@@ -88,6 +88,18 @@ def test_kernel_compiles(fn, signature, constexprs, options):
     compile_for_hopper(fn, signature, constexprs, options)
 
 
+CHAINED = [specimen for specimen in ALL if specimen.values[2].get("PDL")]
+
+
+@pytest.mark.parametrize("fn, signature, constexprs, options", CHAINED)
+def test_a_chained_kernel_waits_first(fn, signature, constexprs, options):
+    """Under dependent launch nothing of the kernel before it may be read earlier. Mutants: `begin` after a load; the
+    next kernel let go before the wait; launched as if it did not wait."""
+    ptx = compile_for_hopper(fn, signature, constexprs, options).asm["ptx"]
+    first = min(ptx.find(word) for word in ("ld.global", "st.global", "cp.async") if word in ptx)
+    assert options["launch_pdl"] and 0 < ptx.index("griddepcontrol.wait") < ptx.index("launch_dependents") < first
+
+
 def test_no_kernel_is_left_out():
     assert unreached(modules()) == set()
 
