@@ -133,14 +133,19 @@ def measure(o, setting: str, reduction: str) -> tuple[dict, dict]:
 
 
 def of_a_pass(parts, rows: list[int]) -> list[Figure]:
-    """What the sums of one pass of a loaded target cost, in a graph: two a layer, of so many rows."""
-    config, found = parts.target.config, []
+    """What the sums of one pass of a loaded target cost, in a graph, of so many rows: two a layer, with a norm and
+    without."""
+    config, links, found = parts.target.config, parts.tp.links, []
+    gain = torch.ones(config.hidden, device=parts.device, dtype=parts.dtype)
     for count in rows:
         x, residual = (torch.randn(count, config.hidden, device=parts.device).to(parts.dtype) for _ in range(2))
-        spans = seconds(lambda x=x, residual=residual: parts.tp.links.sum(x, residual), 2 * config.layers, parts.device)
-        spans = zip(*parts.tp.every(spans), strict=True)
-        note = f"{2 * config.layers} sums of {count} rows of {config.hidden}; {parts.tp.links.name}"
-        found.append(Figure.of(f"sums.{count}", "ms", [2e3 * config.layers * max(each) for each in spans], note=note))
+
+        def layer(x=x, residual=residual):
+            links.sum(links.sum_and_norm(x, residual, gain, config.eps)[0], residual)
+
+        spans = zip(*parts.tp.every(seconds(layer, config.layers, parts.device)), strict=True)
+        note = f"{2 * config.layers} sums of {count} rows of {config.hidden}; {links.name}"
+        found.append(Figure.of(f"sums.{count}", "ms", [1e3 * config.layers * max(each) for each in spans], note=note))
     return found
 
 

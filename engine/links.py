@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import torch
 
-from kernels import peers
+from kernels import norm, peers
 
 from .tp import Library, Lost
 
 REDUCTIONS = ("auto", "library")
 PROOF_ROWS = (3, peers.ONE_SHOT + 2)  # of the sums that are compared before peer memory is trusted
-PROOF_PATIENCE = 20.0  # seconds
+PROOF_PATIENCE, EPS = 20.0, 1e-6  # seconds; of its norms
 
 
 class Linked(Library):
@@ -78,17 +78,24 @@ def fastened(tp, device, dtype, columns, reduction, announce=None):
 
 
 def _proof(tp, links, columns, device):
-    """Whether sums over peer memory are those of the library."""
+    """Whether sums over peer memory are those of the library, to the bit, and their norms those of kernels.norm."""
     links.wait(PROOF_PATIENCE)
     for rows in PROOF_ROWS:
-        draws = torch.Generator(device).manual_seed(tp.rank)
-        x, residual = torch.randn(2, rows, columns, generator=draws, device=device).bfloat16()
-        y, _ = links.sum(x, residual)
+        # a residual is the same on all ranks: whoever adds a row up adds his own
+        x, residual = (_noise(seed, rows, columns, device) for seed in (1 + tp.rank, 0))
+        gain = torch.linspace(0.5, 1.5, columns, device=device).bfloat16()
+        y, normed = links.sum(x, residual, gain, EPS)
         torch.cuda.synchronize(device)
         try:
             links.check()
         except peers.GaveUp:
             return False
-        if not torch.equal(y, tp.links.sum(x, residual)):
+        same = torch.equal(y, tp.links.sum(x, residual))
+        if not same or not torch.allclose(normed, norm.reference(y, gain, EPS), rtol=2**-6, atol=1e-6):
             return False
     return True
+
+
+def _noise(seed, rows, columns, device):
+    draws = torch.Generator(device).manual_seed(seed)
+    return torch.randn(rows, columns, generator=draws, device=device).bfloat16()

@@ -122,6 +122,34 @@ def test_what_carries_sums_is_stated(monkeypatch, dtype, proof, how, said):
     assert said in found.links.name and isinstance(found.links, links.Linked) == said.startswith("one-shot")
 
 
+def proved(size):
+    """On a rank: whether right sums over peer memory pass for such, and wrong ones."""
+    tp = join(size, torch.device("cpu"), REFERENCE.total)
+
+    class Peers(Memory):
+        """Rows above ONE_SHOT are added up by the ranks in turn, each with its own residual, as csrc/allreduce does."""
+
+        def sum(self, x, residual, weight, eps):
+            parts, residuals = tp.links.gather(x), tp.links.gather(residual)
+            owner = torch.arange(len(x)) % size if len(x) > peers.ONE_SHOT else torch.full((len(x),), tp.rank)
+            y, normed = peers.reference(parts, residuals[owner, torch.arange(len(x))], weight, eps)
+            return (y, normed) if self.rows else (y, normed * 1.1) if self.most else (y.nextafter(y + 1), normed)
+
+        def wait(self, seconds):
+            """As the real one's."""
+
+        check = Library.check
+
+    torch.cuda.synchronize = lambda device: None
+    return [links._proof(tp, Peers(*how), 64, torch.device("cpu")) for how in ((512, 0), (0, 1), (0, 0))]
+
+
+def test_sums_are_proved_at_start_up():
+    """Against the library's: right ones are used, wrong ones or a wrong norm are not. Mutants: everything passes; each
+    rank has another residual, so that nothing does."""
+    assert spawn(proved, 2, 2) == [[True, False, False]] * 2
+
+
 @pytest.mark.parametrize("collective, way", [(1.0, "replicated"), (0.0, "cut")])
 def test_a_draft_is_cut_where_that_is_faster(toys, monkeypatch, collective, way):
     """By the time of a collective and the bytes that a pass reads. Mutants: always cut; the collectives left out; the
