@@ -2,7 +2,7 @@
 
 import torch
 
-from . import experts, nibbles
+from . import experts, linear, nibbles
 
 
 def dequantise(packed, scale):
@@ -12,22 +12,29 @@ def dequantise(packed, scale):
     return (q.unflatten(-1, (scale.shape[-1], -1)) * scale.float()[..., None]).flatten(-2)
 
 
-def reference(x, ids, weights, gate_up, gate_up_scale, down, down_scale, activation, residual=None):
-    """As kernels.experts.reference, for packed weights.
+def reference(
+    x, ids, weights, gate_up, gate_up_scale, down, down_scale, activation, residual=None, hidden=None, shared=None
+):
+    """As kernels.experts.reference, for packed weights; beside them, perhaps, a shared expert.
 
     Args:
         gate_up: [E, 2I, D / 8] int32, gate rows first; gate_up_scale: [E, 2I, D / group].
         down: [E, D, I / 8] int32; down_scale: [E, D, I / group].
+        hidden: [N, S] of the shared expert (kernels.routing) or None; shared: its [D, S], added last.
     """
     own, chosen = experts.touched(ids, len(down))
     wide, tall = dequantise(gate_up[own], gate_up_scale[own]), dequantise(down[own], down_scale[own])
-    return experts.reference(x, chosen, weights, wide, tall, activation, residual)
+    y = experts.reference(x, chosen, weights, wide, tall, activation, residual)
+    return y if hidden is None else linear.reference(hidden, shared, None, y)
 
 
-def fused(x, ids, weights, gate_up, gate_up_scale, down, down_scale, activation, residual=None):
+def fused(
+    x, ids, weights, gate_up, gate_up_scale, down, down_scale, activation, residual=None, hidden=None, shared=None
+):
     """The twin of `reference`: weights are unpacked in registers; in bf16 each is rounded once."""
     wide, tall = (gate_up, gate_up_scale, None), (down, down_scale, None)
-    return nibbles.run("int4", x, ids, weights, wide, tall, activation, residual)
+    y = nibbles.run("int4", x, ids, weights, wide, tall, activation, residual)
+    return y if hidden is None else linear.fused(hidden, shared, None, y)
 
 
 def specimens():

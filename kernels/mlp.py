@@ -12,8 +12,13 @@ from .tile import groups, inverse_rms, product, tile_of
 def reference(x, norm_weight, eps, gate_up, down, activation, residual=None):
     """x [N, D], norm_weight [D] or None (x comes normed), gate_up [2I, D] (gate first), down [D, I] -> [N, D] =
     MLP(norm(x)) (+ residual)."""
-    gate, up = (norm.reference(x, norm_weight, eps).float() @ gate_up.float().T).chunk(2, -1)
-    return linear.reference(ACTIVATIONS[activation](gate, up).to(x.dtype), down, None, residual)
+    return linear.reference(widened(norm.reference(x, norm_weight, eps), gate_up, activation), down, None, residual)
+
+
+def widened(x, gate_up, activation):
+    """x [N, D] -> act(gate) * up [N, I]."""
+    gate, up = (x.float() @ gate_up.float().T).chunk(2, -1)
+    return ACTIVATIONS[activation](gate, up).to(x.dtype)
 
 
 @triton.jit
@@ -50,13 +55,18 @@ def _gate_up(
 
 def fused(x, norm_weight, eps, gate_up, down, activation, residual=None):
     """The twin of `reference`: norm, gate, up and activation in one launch, down and residual in another."""
-    (rows, columns), width, x = x.shape, down.shape[1], x.contiguous()
+    return linear.fused(widened_fused(x, norm_weight, eps, gate_up, activation), down, None, residual)
+
+
+def widened_fused(x, norm_weight, eps, gate_up, activation):
+    """The twin of `widened`, of normed rows."""
+    (rows, columns), width, x = x.shape, gate_up.shape[0] // 2, x.contiguous()
     h, tile = x.new_empty(rows, width), tile_of(x.dtype, columns, outputs=32)
     _gate_up[(triton.cdiv(width, tile.outputs // 2), groups(rows))](
         x, norm_weight, eps, gate_up, h, rows, width, columns, ACTIVATION=activation, NORM=norm_weight is not None,
         **tile.constants, **tile.options,
     )  # fmt: skip
-    return linear.fused(h, down, None, residual)
+    return h
 
 
 def specimens():

@@ -22,7 +22,7 @@ from .routing import Routing
 from .structs import structure
 from .tile import groups
 
-ABI = 7
+ABI = 8
 CAPABILITY = (9, 0)
 # columns of a projection whose norm is fused (project.cuh)
 WITH_NORM = (64, 128, 256, 512, 768, 1024, 1536, 2048, 2304, 2880, 4096, 7168)

@@ -11,11 +11,12 @@ from .tile import groups
 HIDDEN, WIDTHS = (256, 512, 2048, 4096, 7168), (256, 512, 768, 1024, 1536, 2048)  # of int4.cuh
 FP4_HIDDEN = (256, 320, 2880)  # of fp4.cuh, whose widths are whole groups
 MOST_CHOICES, CHOSEN = 8, 64
+SHARED = (256, 512)  # of a shared expert that int4.cuh adds
 
 Int4Experts = structure(
     "Int4Experts",
-    p="x ids weights gate_up gate_up_scale down down_scale hidden residual y",
-    i="rows columns width experts choices",
+    p="x ids weights gate_up gate_up_scale down down_scale hidden residual shared shared_down y",
+    i="rows columns width experts choices shared_width",
 )
 Fp4Experts = structure(
     "Fp4Experts",
@@ -24,23 +25,31 @@ Fp4Experts = structure(
 )
 
 
-def experts_int4(library, x, ids, weights, gate_up, gate_up_scale, down, down_scale, activation, residual=None):
+def experts_int4(
+    library, x, ids, weights, gate_up, gate_up_scale, down, down_scale, activation, residual=None, hidden=None,
+    shared=None,
+):  # fmt: skip
     """The twin of experts_int4.reference."""
     (experts, columns, words), (rows, choices) = down.shape, ids.shape
     width, bf16 = words * 8, gate_up_scale.dtype == down_scale.dtype == x.dtype == torch.bfloat16
     groups_of_32 = gate_up_scale.shape[-1] * 32 == columns and down_scale.shape[-1] * 32 == width
     sizes = columns in HIDDEN and width in WIDTHS and choices <= MOST_CHOICES
+    packed = gate_up, gate_up_scale, down, down_scale
     if not (sizes and groups_of_32 and bf16 and activation == "silu"):
-        packed = gate_up, gate_up_scale, down, down_scale
-        return int4.fused(x, ids, weights, *packed, activation, residual)
+        return int4.fused(x, ids, weights, *packed, activation, residual, hidden, shared)
+    if shared is not None and shared.shape[1] not in SHARED:
+        return library.linear(
+            hidden, shared, None, experts_int4(library, x, ids, weights, *packed, activation, residual)
+        )
     y = x.new_empty(rows, columns)
     library.call(
         "eagle3_int4_experts", Int4Experts, library.blocks,
         x=x.contiguous(), ids=ids.contiguous(), weights=weights.contiguous(), gate_up=gate_up,
         gate_up_scale=gate_up_scale, down=down, down_scale=down_scale,
         hidden=x.new_empty(groups(rows), CHOSEN, 8, width),
-        residual=None if residual is None else residual.contiguous(), y=y,
+        residual=None if residual is None else residual.contiguous(), shared=hidden, shared_down=shared, y=y,
         rows=rows, columns=columns, width=width, experts=experts, choices=choices,
+        shared_width=0 if shared is None else shared.shape[1],
     )  # fmt: skip
     return y
 

@@ -25,16 +25,10 @@ def serves(x, gate, rule):
     return columns in COLUMNS and experts <= MOST_EXPERTS and few and groups(x.shape[0]) <= MOST_TILES
 
 
-def route(library, x, norm_weight, eps, gate, rule, bias=None, correction=None):
+def route(library, x, norm_weight, eps, gate, rule, bias=None, correction=None, shared=None):
     """The twin of routing.reference."""
     if not serves(x, gate, rule):
-        return routing.fused(x, norm_weight, eps, gate, rule, bias, correction)
-    return launched(library, x, norm_weight, eps, gate, rule, bias, correction)[:3]
-
-
-def launched(library, x, norm_weight, eps, gate, rule, bias, correction, shared=None):
-    """One launch -> normed [N, D], ids, weights [N, k], and act(gate) * up [N, I] of a shared expert [2I, D]'s normed
-    rows (None without one)."""
+        return routing.fused(x, norm_weight, eps, gate, rule, bias, correction, shared)
     (rows, columns), (experts, k), x = x.shape, (gate.shape[0], rule.top_k), x.contiguous()
     width = 0 if shared is None else shared.shape[0] // 2
     normed = x if norm_weight is None else torch.empty_like(x)
@@ -50,4 +44,4 @@ def launched(library, x, norm_weight, eps, gate, rule, bias, correction, shared=
         rows=rows, columns=columns, width=width, experts=experts, choices=k, score=SCORES.index(rule.score),
         renormalise=int(rule.renormalise), groups=rule.groups, top_groups=rule.top_groups, group_best=rule.group_best,
     )  # fmt: skip
-    return normed, ids, weights, hidden
+    return (normed, ids, weights) if shared is None else (normed, ids, weights, hidden)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import linear, norm
+from . import linear, mlp, norm
 from .select import largest
 from .tile import SMALLEST, index_of, ordered, up
 
@@ -49,7 +49,7 @@ def _candidates(choice, rule):
     return members.masked_fill(~allowed[..., None], float("-inf")).flatten(-2)
 
 
-def reference(x, norm_weight, eps, gate, rule, bias=None, correction=None):
+def reference(x, norm_weight, eps, gate, rule, bias=None, correction=None, shared=None):
     """Choose experts for every row.
 
     Args:
@@ -58,7 +58,8 @@ def reference(x, norm_weight, eps, gate, rule, bias=None, correction=None):
 
     Returns:
         normed [N, D] (the experts' input), ids [N, k] int64 in descending order of what they were chosen by (equals:
-        lowest id first), weights [N, k] fp32.
+        lowest id first), weights [N, k] fp32; and, where a shared expert's gate and up are given (shared [2S, D], gates
+        first), silu(gate) * up [N, S] of the normed rows.
     """
     normed = norm.reference(x, norm_weight, eps)
     logits = normed.float() @ gate.float().T
@@ -73,7 +74,8 @@ def reference(x, norm_weight, eps, gate, rule, bias=None, correction=None):
         weights = weights.softmax(-1)
     if rule.renormalise:
         weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
-    return normed, ids, weights * rule.scale
+    chosen = normed, ids, weights * rule.scale
+    return chosen if shared is None else (*chosen, mlp.widened(normed, shared, "silu"))
 
 
 @triton.jit
@@ -157,10 +159,11 @@ def best(logits, rule, correction=None):
     return ids, weights
 
 
-def fused(x, norm_weight, eps, gate, rule, bias=None, correction=None):
-    """The twin of `reference`: norm; projection to fp32 logits; scores and choice."""
+def fused(x, norm_weight, eps, gate, rule, bias=None, correction=None, shared=None):
+    """The twin of `reference`: norm; projection to fp32 logits; scores and choice; the shared expert."""
     normed = norm.fused(x, norm_weight, eps)
-    return normed, *best(linear.project(normed, None, 0.0, gate, bias, dtype=torch.float32), rule, correction)
+    chosen = normed, *best(linear.project(normed, None, 0.0, gate, bias, dtype=torch.float32), rule, correction)
+    return chosen if shared is None else (*chosen, mlp.widened_fused(normed, None, 0.0, shared, "silu"))
 
 
 def specimens():

@@ -49,7 +49,10 @@ def experts_int4(dtype, device):
         wide, tall = uneven(make, make.weight(e, 2 * i, d), 1, group), uneven(make, make.weight(e, d, i), 1, group)
         extra = make.floats(n, d) if residual else None
         packed = *stacked(pack, wide), *stacked(pack, tall)
-        yield f"{n}x{d}-{e}", (make.floats(n, d), ids, weights, *packed, "silu", extra)
+        given = make.floats(n, d), ids, weights, *packed, "silu", extra
+        yield f"{n}x{d}-{e}", given
+        if n == 21:
+            yield f"{n}x{d}-{e}-shared", (*given, make.floats(n, 48), make.weight(d, 48))
 
 
 def experts_fp8(dtype, device):

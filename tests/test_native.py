@@ -130,8 +130,14 @@ def test_mxfp4_experts_at_real_sizes(table, sizes):
 
 @pytest.mark.parametrize("sizes", INT4, ids=str)
 def test_int4_experts_at_real_sizes(table, sizes):
-    """Kills codes in another order than the rows, scales of a neighbouring group, experts of other rows that count."""
-    compare(table, "experts_int4", str(sizes), packed(Quick(), *sizes), B16)
+    """Kills codes in another order than the rows, scales of a neighbouring group, experts of other rows that count, a
+    shared expert left out or of another row."""
+    make, (n, hidden) = Quick(), sizes[:2]
+    arguments = packed(make, *sizes)
+    compare(table, "experts_int4", str(sizes), arguments, B16)
+    for width in (256, 512, 1024):
+        beside = make.floats(n, width), make.weight(hidden, width)
+        compare(table, "experts_int4", f"{sizes} beside {width}", (*arguments, *beside), B16)
 
 
 def routed(make, n, hidden, experts, rule, biased, corrected):
@@ -176,8 +182,8 @@ def products(n):
     x = rows(2048)
     matrices = make.weight(32, 2 * 768, 2048), make.weight(32, 2048, 768)
     rule = next(moe(B16, "cuda", MOE[:1]))[1][4]
-    yield "route", routed(make, n, 7168, 384, KIMI, False, True)
-    yield "experts_int4", packed(make, n, 7168, 48, 256, 8)
+    yield "route", (*routed(make, n, 7168, 384, KIMI, False, True), make.weight(512, 7168))
+    yield "experts_int4", (*packed(make, n, 7168, 48, 256, 8), rows(256), make.weight(7168, 256))
     yield "experts_mxfp4", packed_mxfp4(make, n, 2880, 32, 2880, 4)
     yield "moe", (x, make.gain(2048), 1e-6, make.weight(32, 2048), rule, None, None, *matrices, "silu", x)
 

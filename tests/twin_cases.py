@@ -224,7 +224,10 @@ def route(dtype, device):
         if corrected:
             correction[[0, e - 1]] = 0.25
         gain = None if n == 4 else make.gain(d)
-        yield f"{n}x{d}-{e}-{rule.score}-{rule.groups}", (x, gain, 1e-6, gate, rule, bias, correction)
+        given = x, gain, 1e-6, gate, rule, bias, correction
+        yield f"{n}x{d}-{e}-{rule.score}-{rule.groups}", given
+        if n == 3:
+            yield f"{n}x{d}-{e}-shared", (*given, make.weight(2 * 48, d))
 
 
 def experts(dtype, device):

@@ -24,8 +24,10 @@ struct Int4Experts {
   const bf16 *down_scale;    // [experts, columns, width / 32]
   bf16 *hidden;              // [groups, 64, 8, width] scratch, paired
   const bf16 *residual;      // [rows, columns] or null
+  const bf16 *shared;        // [rows, shared_width], act(gate) * up of a shared expert, or null
+  const bf16 *shared_down;   // [columns, shared_width]
   bf16 *y;                   // [rows, columns]
-  int rows, columns, width, experts, choices;
+  int rows, columns, width, experts, choices, shared_width; // shared_width: a multiple of 256, 0: no shared expert
 };
 
 // Eight columns in natural order -> (0, 4), (1, 5), (2, 6), (3, 7).
@@ -176,8 +178,9 @@ __global__ void __launch_bounds__(kWarps * 32, 1) int4_gate_up(Int4Experts p) {
   }
 }
 
-// Down, weighted sum, residual. Blocks share the outputs evenly, in one tile of 16 or two; a warp does the whole width of every
-// eighth expert, each row adds its own experts in ascending order. kUnits: units of the width.
+// Down, weighted sum, shared expert, residual. Blocks share the outputs evenly, in one tile of 16 or two; a warp does the whole
+// width of every eighth expert and an eighth of the shared one, each row adds its own experts in ascending order. kUnits: units
+// of the width.
 template <int kUnits>
 __global__ void __launch_bounds__(kInt4Down * 32, 2) int4_down(Int4Experts p) {
   constexpr int kRing = 3;
@@ -189,6 +192,17 @@ __global__ void __launch_bounds__(kInt4Down * 32, 2) int4_down(Int4Experts p) {
   const unsigned columns = p.columns; // times the blocks: below 2^32
   const int first = static_cast<int>(columns * blockIdx.x / gridDim.x), last = static_cast<int>(columns * (blockIdx.x + 1) / gridDim.x);
   const int tiles = (last - first + kOutputs - 1) / kOutputs;
+  // the shared expert's weights in slots of the thread's own, before everything else
+  const int pieces = p.shared_width / (kInt4Down * kPiece), slice = warp * pieces * kPiece + t * 8;
+  float4 *red_shared = red + (p.rows < kRows ? p.rows : kRows) * p.choices * tiles * 32; // past the most there can be
+  uint4 *const beside = reinterpret_cast<uint4 *>(red_shared + kInt4Down * tiles * 32) + threadIdx.x;
+#pragma unroll 1
+  for (int i = 0; i < tiles * pieces; i++) {
+    const int out = first + i / pieces * kOutputs + g;
+    const bf16 *from = p.shared_down + static_cast<size_t>(out < last ? out : first) * p.shared_width + slice + i % pieces * kPiece;
+    copy_async(beside + 2 * i * kInt4Down * 32, from, out < last);
+    copy_async(beside + (2 * i + 1) * kInt4Down * 32, from + (out + 8 < last ? 8 * p.shared_width : 0), out + 8 < last);
+  }
   const int chosen = choose_rows<kInt4Down * 32>(p, choice);
   const int units = (chosen - warp + kInt4Down - 1) / kInt4Down * tiles * kUnits; // by expert, tile, unit of the width
   auto fetch = [&](int n) {
@@ -224,6 +238,24 @@ __global__ void __launch_bounds__(kInt4Down * 32, 2) int4_down(Int4Experts p) {
   };
   rows(0);
   const float carried = owner && p.residual ? load_bf16(p.residual + at) : 0.f;
+  if (pieces) {
+    const int own = blockIdx.y * kRows + g;
+    const bf16 *from = p.shared + static_cast<size_t>(own < p.rows ? own : 0) * p.shared_width + slice;
+    float4 sums[2] = {};
+    wait_copies<kRing - 1>(); // the oldest ones
+#pragma unroll 1
+    for (int i = 0; i < pieces; i++) {
+      const uint4 x = own < p.rows ? load_rows(from + i * kPiece) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+      for (int j = 0; j < 2; j++)
+        if (j < tiles) {
+          const uint4 *w = beside + 2 * (j * pieces + i) * kInt4Down * 32;
+          mma_piece(sums[j], w[0], w[kInt4Down * 32], x);
+        }
+    }
+    red_shared[warp * tiles * 32 + lane] = sums[0];
+    if (tiles > 1) red_shared[(warp * tiles + 1) * 32 + lane] = sums[1];
+  }
 #pragma unroll 1
   for (int n = 0; n < units; n++) {
     const int part = n / kUnits, slot = slot_of(n), u = warp + slot * kInt4Down;
@@ -247,6 +279,8 @@ __global__ void __launch_bounds__(kInt4Down * 32, 2) int4_down(Int4Experts p) {
   for (int u = 0; u < chosen; u++)
     if (choice.rows[u] >> r & 1)
       total = fmaf(choice.weight[u][r], reinterpret_cast<const float *>(red + (u * tiles + tile) * 32 + lane)[which], total);
+#pragma unroll 1
+  for (int w = 0; pieces && w < kInt4Down; w++) total += reinterpret_cast<const float *>(red_shared + (w * tiles + tile) * 32 + lane)[which];
   p.y[at] = __float2bfloat16(total + carried);
 }
 
@@ -262,12 +296,13 @@ inline cudaError_t launch_int4_down(const Int4Experts &p, int blocks, cudaStream
   const dim3 grid(share > least ? share : least, (p.rows + kRows - 1) / kRows);
   const int tiles = (p.columns + static_cast<int>(grid.x) - 1) / static_cast<int>(grid.x) > kOutputs ? 2 : 1;
   const int most = (p.rows < kRows ? p.rows : kRows) * p.choices * tiles; // of experts of a group and tiles
-  const size_t shared = static_cast<size_t>(kInt4Down) * 3 * kInt4Unit + static_cast<size_t>(most) * 32 * sizeof(float4);
+  size_t shared = static_cast<size_t>(kInt4Down) * 3 * kInt4Unit + static_cast<size_t>(most) * 32 * sizeof(float4);
+  if (p.shared_width) shared += static_cast<size_t>(tiles) * kInt4Down * 32 * (sizeof(float4) + p.shared_width / (kInt4Down * kPiece) * 2 * sizeof(uint4));
   return launch(int4_down<kUnits>, grid, kInt4Down * 32, shared, stream, 1, p);
 }
 
 inline cudaError_t int4_experts(const Int4Experts &p, int blocks, cudaStream_t stream) {
-  if (p.choices > 8 || p.choices > p.experts) return cudaErrorInvalidValue;
+  if (p.choices > 8 || p.choices > p.experts || p.shared_width % (kInt4Down * kPiece)) return cudaErrorInvalidValue;
   cudaError_t e = cudaErrorInvalidValue;
   switch (p.columns) {
   case 256: e = launch_int4_gate_up<1, 1>(p, blocks, stream); break;

@@ -31,10 +31,11 @@ class Router:
             correction=source.take(f"{name}.{correction}", (experts,), dtype=torch.float32) if correction else None,
         )
 
-    def __call__(self, ops, x, norm_weight, eps):
+    def __call__(self, ops, x, norm_weight, eps, *shared):
         """x [N, D], before its norm, or after it where norm_weight is None -> normed [N, D], ids [N, k], weights [N, k]
-        fp32 (kernels.routing)."""
-        return ops.route(x, norm_weight, eps, self.gate, self.rule, self.bias, self.correction)
+        fp32, and what a shared expert's gate and up, where they are given, make of the normed rows (kernels.routing).
+        """
+        return ops.route(x, norm_weight, eps, self.gate, self.rule, self.bias, self.correction, *shared)
 
 
 def projections(expert):
@@ -61,8 +62,11 @@ class MoE:
 
     def _share(self, x, norm_weight, carried):
         """This rank's part of the sum, on top of `carried`."""
-        y = self.experts.apply(self.ops, x, norm_weight, self.norm.eps, self.router, self.activation, carried)
-        return y if self.shared is None else self.shared.share(x, norm_weight, y)
+        given, shared = (self.ops, x, norm_weight, self.norm.eps, self.router, self.activation, carried), self.shared
+        if shared is not None and self.activation == "silu" and hasattr(self.experts, "apply_beside"):
+            return self.experts.apply_beside(*given, shared.gate_up, shared.down)
+        y = self.experts.apply(*given)
+        return y if shared is None else shared.share(x, norm_weight, y)
 
 
 def beside_shared(source, norm, config, weight_format, ops, tp):
