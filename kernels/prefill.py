@@ -205,16 +205,28 @@ class FlashInfer:
     """Prefill attention by FlashInfer's paged kernels, where that package is installed.
 
     A pass has to be announced by `begin`: a plan is host work over lengths that only the host may read; all layers
-    of one width share it. It takes 128 MiB of `device`.
+    of one shape and window share it. It takes 128 MiB of `device`, and a plan 8 MiB there and 8 MiB of pinned memory.
+
+    other: serves what FlashInfer does not: sinks, and heads of other `WIDTHS` or with values of another width than
+    keys, for which kernels of the package write wrong numbers without a word. event: makes a torch.cuda.Event.
     """
 
-    def __init__(self, device):
+    WIDTHS = (64, 128, 256)
+
+    def __init__(self, device, other=attention, event=torch.cuda.Event):
         self.workspace = torch.empty(128 << 20, dtype=torch.uint8, device=device)
-        self.starts, self.plans = [], {}
+        self.other, self.event = other, event
+        self.starts, self.plans, self.before = [], {}, {}
 
     def begin(self, starts):
-        """The next pass follows so many committed rows of each sequence (host ints)."""
-        self.starts, self.plans = list(starts), {}
+        """The next pass follows so many committed rows of each sequence (host ints).
+
+        torch does not know of the package's own copy of a plan to the device, and would lend its pinned memory to the
+        next plan with that copy still queued. So plans outlive their pass by one, and go when the copies have run.
+        """
+        for _, copied in self.before.values():
+            copied.synchronize()
+        self.starts, self.plans, self.before = list(starts), {}, self.plans
 
     @staticmethod
     def installed():
@@ -222,18 +234,20 @@ class FlashInfer:
         return importlib.util.find_spec("flashinfer") is not None
 
     def __call__(self, q, k_plane, v_plane, pages, prefix, tree, page_size, scale, window=None, sinks=None):
-        """As `attention`, which serves passes with sinks. Raises ValueError for a tree."""
-        if sinks is not None:
-            return attention(q, k_plane, v_plane, pages, prefix, tree, page_size, scale, window, sinks)
+        """As `attention`. Raises ValueError for a tree."""
         if tree is not None:
             raise ValueError("FlashInfer prefill is causal; a tree takes kernels.attention.fused")
+        if sinks is not None or k_plane.shape != v_plane.shape or q.shape[2] not in self.WIDTHS:
+            return self.other(q, k_plane, v_plane, pages, prefix, tree, page_size, scale, window, sinks)
         key = (q.shape, k_plane.shape[1:], q.dtype, scale, window)
         if key not in self.plans:
             self.plans[key] = self._plan(q, k_plane, pages, page_size, scale, window)
         paged = tuple(plane.view(-1, page_size, *plane.shape[1:]) for plane in (k_plane, v_plane))
-        return self.plans[key].run(q.contiguous(), paged).reshape(q.shape[0], -1)
+        wrapper, _ = self.plans[key]
+        return wrapper.run(q.contiguous(), paged, out=q.new_empty(q.shape)).reshape(q.shape[0], -1)
 
     def _plan(self, q, k_plane, pages, page_size, scale, window):
+        """-> the package's wrapper, planned, and the event after its copy to the device."""
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
         t = q.shape[0] // len(self.starts)
@@ -242,13 +256,14 @@ class FlashInfer:
         bounds = torch.tensor([0, *itertools.accumulate(used)], dtype=torch.int32)
         last = torch.tensor([(start + t - 1) % page_size + 1 for start in self.starts], dtype=torch.int32)
         indices = torch.cat([pages[b, :n] for b, n in enumerate(used)])
-        wrapper = BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD")
+        wrapper, copied = BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD"), self.event()
         wrapper.plan(
             queries, bounds, indices, last, q.shape[1], k_plane.shape[1], q.shape[2], page_size, causal=True,
             sm_scale=scale, window_left=-1 if window is None else window - 1,
             q_data_type=q.dtype, kv_data_type=k_plane.dtype,
         )  # fmt: skip
-        return wrapper
+        copied.record()
+        return wrapper, copied
 
 
 ATTENTIONS = {"triton": None, "flashinfer": FlashInfer}  # of prompts: function(device), None: the table's own

@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+import weakref
 from types import ModuleType
 
 import pytest
@@ -18,13 +19,13 @@ from kernels.prefill import FlashInfer
 from weights.config import Refused
 
 
-def passes(make, starts, t, page, window=None):
-    """Arguments of causal attention over t rows after `starts`."""
+def passes(make, starts, t, page, window=None, width=64, values=None):
+    """Arguments of causal attention over t rows after `starts`: 4 heads, 2 of keys and values."""
     pages = make.pages(len(starts), -(-(max(starts) + t) // page))
-    planes = make.planes(2, pages, page, 2, 64)
+    planes = [make.planes(1, pages, page, 2, wide)[0] for wide in (width, values or width)]
     fill(make, planes, pages, page, [start + t for start in starts])
-    q = make.floats(len(starts) * t, 4, 64)
-    return q, *planes, pages, make.ints(starts), None, page, 0.125, window
+    q = make.floats(len(starts) * t, 4, width)
+    return q, *planes, pages, make.ints(starts), None, page, width**-0.5, window
 
 
 @pytest.mark.parametrize("device, dtype", RUNS)
@@ -50,9 +51,9 @@ class Wrapper:
         self.indices, self.page, self.options = indices.long(), page_size, options
         assert not any(x.is_cuda for x in (queries, bounds, last)) and options["causal"]
 
-    def run(self, q, paged):
+    def run(self, q, paged, *, out):
         queries, bounds, last = self.lists
-        out = torch.empty_like(q)
+        assert paged[0].shape == paged[1].shape and out.shape == q.shape
         for b in range(len(last)):
             pages = self.indices[bounds[b] : bounds[b + 1]]
             length = (len(pages) - 1) * self.page + last[b]
@@ -68,15 +69,38 @@ class Wrapper:
         return out
 
 
-@pytest.mark.parametrize("window", [None, 20])
-def test_flashinfer_is_asked_for_the_same_attention(monkeypatch, window):
-    """Kills: lengths off by a page, pages in table order only, a window off by one, a plan a layer."""
+class Event:
+    """An event on a GPU that is never done before somebody waits."""
+
+    recorded = done = False
+
+    def record(self):
+        self.recorded = True
+
+    def synchronize(self):
+        assert self.recorded
+        self.done = True
+
+
+@pytest.fixture
+def package(monkeypatch):
+    """The package, with the stand-in for its wrapper."""
     package = ModuleType("flashinfer")
     package.BatchPrefillWithPagedKVCacheWrapper = Wrapper
     monkeypatch.setitem(sys.modules, "flashinfer", package)
+    return package
+
+
+def refuse(*_):
+    raise AssertionError("not FlashInfer")
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_flashinfer_is_asked_for_the_same_attention(package, window):
+    """Kills: lengths off by a page, pages in table order only, a window off by one, a plan a layer."""
     for starts, t, page in (([30, 7], 45, 16), ([0], 16, 16), ([15], 1, 4)):
         arguments = passes(Make(torch.float32, "cpu", 23), starts, t, page, window)
-        op = FlashInfer("cpu")
+        op = FlashInfer("cpu", refuse, Event)
         op.begin(starts)
         expected = kernels.REFERENCE.attention(*arguments)
         for _ in range(2):
@@ -84,17 +108,45 @@ def test_flashinfer_is_asked_for_the_same_attention(monkeypatch, window):
         assert len(op.plans) == 1
 
 
-def test_an_engine_announces_each_piece(toys, monkeypatch):
+@pytest.mark.parametrize("width, values, sinks", [(80, 80, 0), (32, 32, 0), (192, 192, 0), (128, 64, 0), (64, 64, 4)])
+def test_what_flashinfer_does_not_serve(package, width, values, sinks):
+    """Kills: widths whose numbers are wrong there, values as wide as keys whatever they are, sinks left out."""
+    make = Make(torch.float32, "cpu", 23)
+    arguments = (*passes(make, [30], 5, 16, None, width, values), make.floats(sinks) if sinks else None)
+    op = FlashInfer("cpu", kernels.REFERENCE.attention, Event)
+    op.begin([30])
+    torch.testing.assert_close(op(*arguments), kernels.REFERENCE.attention(*arguments))
+    assert not op.plans
+
+
+def test_a_plan_outlives_its_copy(package, monkeypatch):
+    """Kills: plans dropped with their copies still queued (their pinned memory is lent to the next plan at once), an
+    event recorded before its plan, a host that waits for the pass it has just launched."""
+    order, made = [], []
+    plan = Wrapper.plan
+    monkeypatch.setattr(Wrapper, "plan", lambda *given, **options: (order.append("plan"), plan(*given, **options)))
+    monkeypatch.setattr(Event, "record", lambda event: (order.append("record"), setattr(event, "recorded", True)))
+    op = FlashInfer("cpu", refuse, Event)
+    for start in range(0, 80, 16):
+        op.begin([start])
+        assert all(event.done or wrapper() is not None for wrapper, event in made)
+        op(*passes(Make(torch.float32, "cpu", 23), [start], 16, 16))
+        ((wrapper, event),) = op.plans.values()
+        made.append((weakref.ref(wrapper), event))
+        del wrapper
+    assert order == ["plan", "record"] * 5
+    assert [event.done for _, event in made] == [True, True, True, False, False]
+
+
+def test_an_engine_announces_each_piece(toys, package):
     """Kills: a piece whose plan is the one before's, the drafter's rows under the target's plan."""
-    package = ModuleType("flashinfer")
-    package.BatchPrefillWithPagedKVCacheWrapper = Wrapper
-    monkeypatch.setitem(sys.modules, "flashinfer", package)
     prompts = [[(7 * i) % 64 for i in range(n)] for n in (70, 33, 5)]
-    want = pair(toys.history(), toys.random_draft()).generate(prompts, Sampling(max_new_tokens=9))
-    op = FlashInfer("cpu")
+    models = toys.history(head_dim=64), toys.random_draft(head_dim=64)
+    want = pair(*models).generate(prompts, Sampling(max_new_tokens=9))
+    op = FlashInfer("cpu", refuse, Event)
     attend = composed(kernels.REFERENCE.qkv, op)
     table = dataclasses.replace(kernels.REFERENCE, attention=op, attend=attend)
-    engine = pair(toys.history(), toys.random_draft(), ops=kernels.REFERENCE, prompt_ops=table)
+    engine = pair(*models, ops=kernels.REFERENCE, prompt_ops=table)
     got = engine.generate(prompts, Sampling(max_new_tokens=9))
     assert [(r.token_ids, r.cycles) for r in got] == [(r.token_ids, r.cycles) for r in want]
 
@@ -107,14 +159,45 @@ def test_refusals():
         one_line(error, "prompt_attention", name, *words)
 
 
+HEADS = [(torch.float16, 64), (torch.bfloat16, 64), (torch.bfloat16, 128)]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_flashinfer_itself(dtype):
+@pytest.mark.parametrize("dtype, width", HEADS)
+def test_flashinfer_itself(dtype, width):
+    """Both of the package's kernels: on Hopper it takes another one for more than 64 rows a sequence."""
     pytest.importorskip("flashinfer")
     atol, rtol = TOLERANCE[dtype]
-    for starts in ([300], [30, 7]):
-        arguments = passes(Make(dtype, "cuda", 29), starts, 45, 16)
-        op = FlashInfer("cuda")
+    for starts, t in (([300], 45), ([30, 7], 45), ([0], 512), ([700, 13], 300)):
+        arguments = passes(Make(dtype, "cuda", 29), starts, t, 16, None, width)
+        op = FlashInfer("cuda", refuse)
         op.begin(starts)
         got, want = op(*arguments), kernels.REFERENCE.attention(*arguments)
         torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
+        ((wrapper, _),) = op.plans.values()
+        if torch.cuda.get_device_capability() == (9, 0):
+            assert wrapper._backend == ("fa3" if t > 64 else "fa2")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("t", [48, 128])
+def test_pieces_launched_behind_a_busy_gpu(t):
+    """Kills: a plan whose pinned memory the next one overwrites before its copy to the device has run; a host that
+    waits for the pass it has just launched."""
+    pytest.importorskip("flashinfer")
+    make, starts = Make(torch.bfloat16, "cuda", 31), range(0, 6 * t, t)
+    _, *planes, pages, _, tree, page, scale, window = passes(make, [0], 6 * t, 16, None, 128)
+    pieces = [(make.floats(t, 4, 128), *planes, pages, make.ints([s]), tree, page, scale, window) for s in starts]
+    want, op, busy = [kernels.REFERENCE.attention(*p) for p in pieces], FlashInfer("cuda", refuse), torch.cuda.Event()
+    for queued in (False, True):  # the first time the package loads its kernels
+        torch.cuda.synchronize()
+        if queued:
+            torch.cuda._sleep(2_000_000_000)
+            busy.record()
+        got = []
+        for start, arguments in zip(starts, pieces, strict=True):
+            op.begin([start])
+            got.append(op(*arguments))
+            assert not queued or len(got) > 2 or not busy.query()
+        for mine, theirs in zip(got, want, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=3e-2, rtol=3e-2)
