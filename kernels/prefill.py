@@ -155,7 +155,7 @@ def qkv(x, norm_weight, eps, weight, bias, *rest):
     if norm_weight is not None:
         x = norm.fused(x, norm_weight, eps)
     q_norm, k_norm, *rest = rest
-    return block.place(_dense(x, weight, bias), eps, q_norm, k_norm, *rest)
+    return block.place_heads(_dense(x, weight, bias), eps, q_norm, k_norm, *rest)
 
 
 def mlp(x, norm_weight, eps, gate_up, down, activation, residual=None):

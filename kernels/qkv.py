@@ -103,6 +103,66 @@ def place(y, eps, q_norm, k_norm, cos_sin, positions, index, pages, page_size, k
     return q
 
 
+@triton.jit(do_not_specialize=["t", "columns", "table"])
+def _place_heads(
+    y_ptr, q_norm_ptr, k_norm_ptr, eps, cos_sin_ptr, position_ptr, index_ptr, pages_ptr, q_ptr, k_ptr, v_ptr,
+    t, columns, table, heads, groups, NORM: tl.constexpr, PAGE: tl.constexpr, DH: tl.constexpr, TURNED: tl.constexpr,
+    BH: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Program (n, b): as `_place`, BH heads at a time, for passes of many rows."""
+    row, head, lane = tl.program_id(0), tl.program_id(1) * BH + tl.arange(0, BH), tl.arange(0, BD)
+    half: tl.constexpr = TURNED // 2
+    partner = tl.where(lane < half, lane + half, tl.where(lane < TURNED, lane - half, lane))
+    inside = (head < heads + 2 * groups)[:, None] & (lane < DH)[None, :]
+    source = y_ptr + (row.to(tl.int64) * (heads + 2 * groups) + head)[:, None] * DH
+    own = tl.load(source + lane[None, :], mask=inside, other=0.0)
+    other = tl.load(source + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+    x, query = own.to(tl.float32), (head < heads)[:, None]
+    if NORM:
+        scale = tl.math.rsqrt(tl.sum(x * x, 1) / DH + eps)[:, None]
+        gain = tl.where(query, _gain(q_norm_ptr, lane, DH), _gain(k_norm_ptr, lane, DH))
+        x = (x * scale * gain).to(own.dtype).to(tl.float32)
+        gain = tl.where(query, _gain(q_norm_ptr, partner, DH), _gain(k_norm_ptr, partner, DH))
+        other = (other * scale * gain).to(own.dtype).to(tl.float32)
+    turned = lane < TURNED
+    cos_ptr = cos_sin_ptr + tl.load(position_ptr + row) * TURNED + lane % half
+    cos, sin = tl.load(cos_ptr, mask=turned, other=1.0), tl.load(cos_ptr + half, mask=turned, other=0.0)
+    across = tl.where((lane < half)[None, :], -other, other) * sin[None, :]
+    x = tl.where(turned[None, :], x * cos[None, :] + across, x)
+    index = tl.load(index_ptr + row)
+    written = (index >= 0) & (index < columns.to(tl.int64) * PAGE)
+    page = tl.load(pages_ptr + (row // t).to(tl.int64) * table + index // PAGE, mask=written, other=0)
+    slot = tl.where(written, page.to(tl.int64) * PAGE + index % PAGE, 0) * groups
+    at = (row.to(tl.int64) * heads + head)[:, None] * DH + lane[None, :]
+    tl.store(q_ptr + at, x.to(q_ptr.dtype.element_ty), mask=inside & query)
+    at, key = (slot + head - heads)[:, None] * DH + lane[None, :], (head < heads + groups)[:, None]
+    tl.store(k_ptr + at, x.to(own.dtype).to(k_ptr.dtype.element_ty), mask=inside & key & (head >= heads)[:, None])
+    at = (slot + head - heads - groups)[:, None] * DH + lane[None, :]
+    tl.store(v_ptr + at, own.to(v_ptr.dtype.element_ty), mask=inside & (head >= heads + groups)[:, None])
+
+
+@triton.jit
+def _gain(norm_ptr, lane, DH: tl.constexpr):
+    """[1, BD] fp32."""
+    return tl.load(norm_ptr + lane, mask=lane < DH, other=0.0).to(tl.float32)[None, :]
+
+
+HEADS = 8  # of a program over many rows
+
+
+def place_heads(y, eps, q_norm, k_norm, cos_sin, positions, index, pages, page_size, k_plane, v_plane):
+    """As `place`, for passes of many rows."""
+    (groups, width), rows = k_plane.shape[1:], y.shape[0]
+    heads = y.shape[1] // width - 2 * groups
+    q = y.new_empty(rows, heads, width)
+    _place_heads[(rows, triton.cdiv(heads + 2 * groups, HEADS))](
+        y, q_norm, k_norm, eps, cos_sin, positions.contiguous(), index.contiguous(), pages, q, k_plane, v_plane,
+        positions.shape[1], pages.shape[1], pages.stride(0), heads, groups, NORM=q_norm is not None, PAGE=page_size,
+        DH=width, TURNED=cos_sin.shape[1], BH=HEADS, BD=max(32, up(width)), num_warps=4,
+    )  # fmt: skip
+    return q
+
+
 def specimens():
     """Compile specimens; the projection's are kernels.linear's."""
     cases = []
@@ -113,4 +173,5 @@ def specimens():
             types |= {"pages_ptr": "*i32"} | dict.fromkeys(("t", "columns", "table", "heads", "groups"), "i32")
             constants = {"NORM": normed, "PAGE": 16, "DH": width, "TURNED": turned, "BD": up(width)}
             cases.append((_place, types, constants, {"num_warps": 1}))
+            cases.append((_place_heads, types, constants | {"BH": HEADS}, {"num_warps": 4}))
     return cases
