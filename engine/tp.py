@@ -205,9 +205,13 @@ class TP:
             return product(residual), None
         return self.links.sum_and_norm(product(None), residual, norm.weight, norm.eps)
 
+    def gather(self, x):
+        """x of all ranks -> [size, *x.shape]."""
+        return x[None] if self.size == 1 else self.links.gather(x)
+
     def all_gather(self, x, dim=-1):
         """Shares of all ranks side by side along `dim`, in rank order."""
-        return x if self.size == 1 else torch.cat(self.links.gather(x).unbind(), dim)
+        return x if self.size == 1 else torch.cat(self.gather(x).unbind(), dim)
 
     def check(self):
         """Raises Lost where a sum that has run went without another rank; waits for nothing."""

@@ -29,6 +29,7 @@ from . import (
     routing,
     rows,
     sampling,
+    shares,
     stamp,
     tree,
 )
@@ -54,6 +55,9 @@ class Ops:
     mlp: Callable
     head: Callable
     embed: Callable
+    embed_share: Callable
+    pack_bests: Callable
+    merge_bests: Callable
     behind: Callable
     last: Callable
     draft_input: Callable
@@ -89,6 +93,9 @@ REFERENCE = Ops(
     mlp=mlp.reference,
     head=head.reference,
     embed=rows.embed,
+    embed_share=shares.embed_share,
+    pack_bests=shares.pack_bests,
+    merge_bests=shares.merge_bests,
     behind=rows.behind,
     last=rows.last,
     draft_input=draft_input.reference,
@@ -124,6 +131,9 @@ FUSED = Ops(
     mlp=mlp.fused,
     head=head.fused,
     embed=rows.embed_fused,
+    embed_share=shares.embed_share_fused,
+    pack_bests=shares.pack_bests_fused,
+    merge_bests=shares.merge_bests_fused,
     behind=rows.behind_fused,
     last=rows.last_fused,
     draft_input=draft_input.fused,

@@ -28,25 +28,6 @@ def reference(x, norm_weight, eps, weight, k, logits=None):
     return values, ids, lse
 
 
-def pack(values, ids, lse):
-    """One rank's bests as one block, so that ranks exchange them at once: [N, 2k + 1] int32, fp32 by their bits."""
-    return torch.cat([values.view(torch.int32), ids.to(torch.int32), lse[:, None].view(torch.int32)], 1)
-
-
-def unpack(packed, ranks):
-    """Blocks of all ranks side by side [N, R * (2k + 1)] -> values [N, R*k] fp32, ids [N, R*k] int64, lse [N, R]."""
-    blocks = packed.unflatten(1, (ranks, -1))
-    k = blocks.shape[2] // 2
-    values, ids, lse = blocks[..., :k].flatten(1), blocks[..., k : 2 * k].flatten(1), blocks[..., -1]
-    return values.view(torch.float32), ids.long(), lse.contiguous().view(torch.float32)
-
-
-def merge(values, ids, lse, k):
-    """Combine the bests of vocabulary shares, rank order along dim 1: values, ids [N, R*k], lse [N, R]."""
-    best, at = largest(values, k)  # shares ascend with rank, so the lowest position is the lowest id
-    return best, ids.gather(1, at), torch.logsumexp(lse, 1)
-
-
 LOWEST = tl.constexpr(-3.0e38)  # stands for -inf where differences are taken
 HELD = 4096  # candidates that the last stage holds at once
 

@@ -290,6 +290,32 @@ def embed(dtype, device):
         yield f"{len(ids)}x{d}", (make.ints(ids), make.floats(9, d))
 
 
+def embed_share(dtype, device):
+    make = Make(dtype, device)
+    for ids, d, first in (([3], 64, 0), ([0, -1, 8, 3, 3, 5], 80, 3), ([0, -1, 17], 64, 9), ([5, 1], 2100, 4)):
+        yield f"{len(ids)}x{d}", (make.ints(ids), make.floats(5, d), first)
+
+
+def pack_bests(dtype, device):
+    make = Make(dtype, device)
+    for n, k, first in ((1, 1, 0), (5, 3, 70_000)):
+        ids = torch.randint(0, 1000, (n, k), generator=make.generator).to(device)
+        values, lse = make.floats(n, k, dtype=torch.float32), make.floats(n, dtype=torch.float32)
+        yield f"{n}x{k}", (values, ids, lse, first)
+
+
+def merge_bests(dtype, device):
+    make = Make(dtype, device)
+    for ranks, n, c, k in ((2, 1, 1, 1), (4, 5, 3, 3), (8, 3, 2, 4)):
+        values = make.floats(ranks, n, c, dtype=torch.float32).sort(-1, descending=True).values
+        values[:, 0, 0] = 2.0  # equals on all ranks: the first one's counts
+        values[:, -1, -1] = float("-inf")
+        ids = torch.randint(0, 90_000, (ranks, n, c), generator=make.generator, dtype=torch.int32).to(device)
+        lse = make.floats(ranks, n, 1, dtype=torch.float32)
+        lse[0, -1] = NOISE if n == 3 else 1.0
+        yield f"{ranks}x{n}x{c}", (torch.cat([values.view(torch.int32), ids, lse.view(torch.int32)], -1), k)
+
+
 def behind(dtype, device):
     make = Make(dtype, device)
     for seq, backlog, width in (([7], [1], 1), ([12, 900, 0], [3, 4, 0], 4)):
@@ -530,6 +556,9 @@ CASES = {
         mlp,
         head,
         embed,
+        embed_share,
+        pack_bests,
+        merge_bests,
         behind,
         last,
         draft_input,

@@ -1,9 +1,5 @@
 """Token embedding and output head, both cut over the vocabulary."""
 
-import torch.nn.functional as F
-
-from kernels import head
-
 
 class Embedding:
     """Token ids [N] -> rows [N, D]. Each rank holds V/size rows; foreign ids contribute zero to the sum."""
@@ -21,11 +17,8 @@ class Embedding:
         return (tokens, self.weight) if self.tp.size == 1 else (None, self._summed(tokens))
 
     def _summed(self, tokens):
-        rows = self.weight.shape[0]
-        local = tokens.clamp(min=0) - self.tp.rank * rows
-        mine = (local >= 0) & (local < rows)
-        x = F.embedding(local.clamp(0, rows - 1), self.weight)
-        return self.tp.all_reduce(x.masked_fill(~mine[:, None], 0))
+        first = self.tp.rank * self.weight.shape[0]
+        return self.tp.all_reduce(self.ops.embed_share(tokens, self.weight, first))
 
 
 class Head:
@@ -50,5 +43,5 @@ class Head:
         values, ids, lse = self.ops.head(x, self.norm.weight, self.norm.eps, self.weight, min(k, rows), share)
         if logits is not None:
             logits.copy_(self.tp.all_gather(share))
-        found = head.pack(values, ids + self.tp.rank * rows, lse)
-        return head.merge(*head.unpack(self.tp.all_gather(found), self.tp.size), k)
+        found = self.ops.pack_bests(values, ids, lse, self.tp.rank * rows)
+        return self.ops.merge_bests(self.tp.gather(found), k)
