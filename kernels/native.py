@@ -24,9 +24,9 @@ from .tile import groups
 
 ABI = 8
 CAPABILITY = (9, 0)
-# columns of a projection whose norm is fused (project.cuh)
-WITH_NORM = (64, 128, 256, 512, 768, 1024, 1536, 2048, 2304, 2880, 4096, 7168)
-LONG = 512  # longer rows without a norm: multiples of this
+# columns of a projection, with a norm or without (project.cuh)
+COLUMNS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 2304, 2880, 4096)
+LONG = 512  # other rows: multiples of this
 HIDDEN, WIDTHS = (
     (256, 512, 1024, 2048),
     (64, 96, 128, 192, 256, 384, 512, 768, 1024),
@@ -158,21 +158,19 @@ class Library:
 
     def linear(self, x, weight, bias=None, residual=None):
         """The twin of REFERENCE.linear."""
-        if not _projects(x.shape[1], False):
+        if not _projects(x.shape[1]):
             return self.base.linear(x, weight, bias, residual)
         return self.project(x, None, 0.0, weight, bias, residual)
 
     def normed(self, x, norm_weight, eps, weight):
         """norm(x) W^T, or x W^T without a norm: the projections of latent attention."""
-        if norm_weight is not None and not _projects(x.shape[1], True):
-            x, norm_weight = self.base.norm(x, norm_weight, eps), None
-        if not _projects(x.shape[1], norm_weight is not None):
+        if not _projects(x.shape[1]):
             return linear.project(x, norm_weight, eps, weight)
         return self.project(x, norm_weight, eps, weight, None, None)
 
     def mlp(self, x, norm_weight, eps, gate_up, down, activation, residual=None):
         """The twin of REFERENCE.mlp."""
-        fits = _projects(x.shape[1], norm_weight is not None) and _projects(down.shape[1], False)
+        fits = _projects(x.shape[1]) and _projects(down.shape[1])
         if activation != "silu" or not fits:
             return self.base.mlp(x, norm_weight, eps, gate_up, down, activation, residual)
         hidden = self.project(x, norm_weight, eps, gate_up, None, None, gated=True)
@@ -186,7 +184,7 @@ class Library:
         (b, t), (_, g, width), turned = positions.shape, k_plane.shape, cos_sin.shape[1]
         heads = weight.shape[0] // width - 2 * g
         fits = width in (64, 128) and heads // g in SHARES and turned % 64 == 0 and v_plane.shape[2] == width
-        if t > 64 or not fits or not _projects(x.shape[1], norm_weight is not None):
+        if t > 64 or not fits or not _projects(x.shape[1]):
             return self.base.attend(
                 x, norm_weight, eps, weight, bias, q_norm, k_norm, cos_sin, positions, index, pages, page_size,
                 k_plane, v_plane, prefix, tree, scale, window, sinks,
@@ -236,8 +234,8 @@ class Library:
         return head.finish(keys, tops, sums, 1)
 
 
-def _projects(columns, norm):
-    return columns in WITH_NORM or (not norm and columns % LONG == 0)
+def _projects(columns):
+    return columns in COLUMNS or columns % LONG == 0
 
 
 def table(base, device, announce=None):

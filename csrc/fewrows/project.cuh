@@ -30,9 +30,11 @@ struct TileRows {
   __device__ __forceinline__ int top(int tile, int g) const { return first + tile * kStep + g; }
 };
 
-// Outputs of one tile: thread (component, lane) as in sum_partials; gated ones take gate and up together.
+// Outputs of one tile: thread (component, lane) as in sum_partials; gated ones take gate and up together. scale: what sums of
+// the thread's row are still to be multiplied by.
 template <int kThreads, bool kGated>
-__device__ __forceinline__ void store_tile(const Projection &p, const TileRows<kGated> &rows, int tile, const float *red) {
+__device__ __forceinline__ void store_tile(const Projection &p, const TileRows<kGated> &rows, int tile, const float *red,
+                                           float scale = 1.f) {
   if (threadIdx.x >= (kGated ? 64 : 128)) return; // narrow blocks: 64 threads take two turns below
 #pragma unroll
   for (int turn = 0; turn < (kGated || kThreads >= 128 ? 1 : 2); turn++) {
@@ -40,10 +42,10 @@ __device__ __forceinline__ void store_tile(const Projection &p, const TileRows<k
     const int row = blockIdx.y * kRows + 2 * (lane & 3) + (which & 1);
     const int out = rows.top(tile, lane >> 2) + (which & 2 ? 8 : 0);
     if (row >= p.rows || out >= rows.last) continue;
-    float v = sum_partials<kThreads>(red, which, lane);
+    float v = scale * sum_partials<kThreads>(red, which, lane);
     const size_t to = static_cast<size_t>(row) * p.outputs + out;
     if (kGated) {
-      v = silu(v) * sum_partials<kThreads>(red, which + 2, lane);
+      v = silu(v) * scale * sum_partials<kThreads>(red, which + 2, lane);
     } else {
       if (p.bias) v += __bfloat162float(p.bias[out]);
       if (p.residual) v += load_bf16(p.residual + to);
@@ -90,14 +92,30 @@ __global__ void __launch_bounds__(kThreads, kNorm && kThreads > 384 ? 1 : 2) pro
   }
 }
 
+// A piece of a row times the norm's gains, rounded; its squares are added to `sum`. The row's own factor comes with the sums.
+__device__ __forceinline__ uint4 gained(const uint4 &x, const uint4 &gains, float &sum) {
+  uint4 out;
+  const uint32_t *v = reinterpret_cast<const uint32_t *>(&x), *gain = reinterpret_cast<const uint32_t *>(&gains);
+  uint32_t *o = reinterpret_cast<uint32_t *>(&out);
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    const float a = low(v[j]), b = high(v[j]);
+    sum = fmaf(b, b, fmaf(a, a, sum));
+    o[j] = pack(a * low(gain[j]), b * high(gain[j]));
+  }
+  return out;
+}
+
 // Long rows (columns a multiple of 512): the activations pass through the ring too, a piece of theirs beside one of the
-// weights'. Weights are fetched before the wait, activations after it.
-template <bool kGated>
+// weights'. Weights are fetched before the wait, activations after it. A norm's gains lie behind the ring.
+constexpr size_t kLongRing = static_cast<size_t>(4) * 3 * 16 * 512;
+template <bool kNorm, bool kGated>
 __global__ void __launch_bounds__(512, 2) project_long(Projection p) {
   constexpr int kThreads = 512, kUnits = 4;
   extern __shared__ uint4 ring_memory[];
   __shared__ float red[2][4 * kThreads];
-  uint4 *const ring = ring_memory + threadIdx.x;
+  __shared__ float squares[kThreads / 32][kRows];
+  uint4 *const ring = ring_memory + threadIdx.x, *const gains = ring_memory + kLongRing / 16;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, pieces = p.columns / 512;
   const int column = warp * pieces * kPiece + (lane & 3) * 8, row = blockIdx.y * kRows + g;
   const TileRows<kGated> rows(p.outputs);
@@ -121,6 +139,9 @@ __global__ void __launch_bounds__(512, 2) project_long(Projection p) {
     weights(u);
     commit_copies();
   }
+  if (kNorm)
+#pragma unroll 1
+    for (int i = threadIdx.x; i < p.columns / 8; i += kThreads) gains[i] = load_weights(p.gamma + i * 8);
   wait_for_predecessor();
   launch_dependents();
 #pragma unroll 1
@@ -128,22 +149,37 @@ __global__ void __launch_bounds__(512, 2) project_long(Projection p) {
     activations(u);
     commit_copies();
   }
+  if (kNorm) __syncthreads();
+  float scale = 1.f;
   int unit = 0;
 #pragma unroll 1
   for (int tile = 0; tile < rows.tiles(); tile++) {
     float4 c = make_float4(0.f, 0.f, 0.f, 0.f);
+    float sum = 0.f;
 #pragma unroll 1
     for (int part = 0; part < pieces; part++, unit++) {
       wait_copies<kUnits - 1>();
       const uint4 *slot = ring + unit % kUnits * 3 * kThreads;
-      mma_piece(c, slot[0], slot[kThreads], slot[2 * kThreads]);
+      const uint4 x = kNorm ? gained(slot[2 * kThreads], gains[column / 8 + part * (kPiece / 8)], sum) : slot[2 * kThreads];
+      mma_piece(c, slot[0], slot[kThreads], x);
       weights(unit + kUnits);
       activations(unit + kUnits);
       commit_copies();
     }
     store_partial<kThreads>(red[tile & 1], c);
+    if (kNorm && tile == 0) {
+      sum += __shfl_xor_sync(kAll, sum, 1);
+      sum += __shfl_xor_sync(kAll, sum, 2);
+      if ((lane & 3) == 0) squares[warp][g] = sum;
+    }
     __syncthreads();
-    store_tile<kThreads>(p, rows, tile, red[tile & 1]);
+    if (kNorm && tile == 0) { // of the row whose sums this thread adds
+      float total = 0.f;
+#pragma unroll
+      for (int w = 0; w < kThreads / 32; w++) total += squares[w][2 * (lane & 3) + (warp & 1)];
+      scale = rsqrtf(total / p.columns + p.eps);
+    }
+    store_tile<kThreads>(p, rows, tile, red[tile & 1], scale);
   }
 }
 
@@ -185,9 +221,10 @@ inline cudaError_t project_rows(const Projection &p, int blocks, cudaStream_t st
   default: break;
   }
   const dim3 grid(grid_of(p.outputs, blocks, kGated ? 8 : 16), (p.rows + kRows - 1) / kRows);
-  if (p.gamma && p.columns == 7168) return launch(project<512, 14, true, kGated>, grid, 512, kRingBytes<512, 14>, stream, 1, p);
-  if (p.gamma || p.columns % 512) return cudaErrorInvalidValue;
-  return launch(project_long<kGated>, grid, 512, static_cast<size_t>(4) * 3 * 16 * 512, stream, 1, p);
+  if (p.columns % 512) return cudaErrorInvalidValue;
+  const size_t gains = static_cast<size_t>(p.columns) * 2;
+  if (p.gamma) return launch(project_long<true, kGated>, grid, 512, kLongRing + gains, stream, 1, p);
+  return launch(project_long<false, kGated>, grid, 512, kLongRing, stream, 1, p);
 }
 
 } // namespace eagle3
