@@ -82,10 +82,11 @@ class Cycle:
             s.chain,
             s.missed,
             s.root,
+            None if self.drafter is None else s.backlog,
+            t.shape.steps > 0,
         )
         if self.drafter is not None:
-            waiting, drafted = (s.backlog, s.backlog_tokens, s.backlog_features), t.shape.steps > 0
-            self.ops.follow(emitted, t.aux, t.path, s.accept_lens, *waiting, drafted)
+            self.ops.follow(emitted, t.aux, t.path, s.accept_lens, s.backlog, s.backlog_tokens, s.backlog_features)
 
     def commit(self):
         """The path's cache rows become the last committed rows."""

@@ -25,6 +25,8 @@ def walk(
     chain,
     missed,
     root,
+    backlog=None,
+    drafted=False,
 ):
     """Follow the child that equals the target's own token, from the root, as far as it goes; then cut.
 
@@ -42,6 +44,8 @@ def walk(
         what a chain of the likeliest nodes would have kept; missed: [B] 1 where a further one was wrong, 0 where there
         was none.
         root: [B] updated: the last token emitted.
+        backlog: [B] rows the drafter has yet to see, or None: those emitted are added, or counted alone where it has
+        `drafted` and so has seen the others.
     """
     node, ended, finite = torch.arange(tokens.shape[1], device=tokens.device), done != 0, torch.isfinite(lse)
     at = torch.zeros_like(seq_lens)[:, None]
@@ -78,32 +82,32 @@ def walk(
     done.copy_(ended | stopped | broken | (reach >= room))
     last = emitted.gather(1, (reach - 1).clamp(min=0)[:, None])[:, 0]
     root.copy_(torch.where(reach > 0, last, root))
+    if backlog is not None:
+        backlog.copy_(reach if drafted else backlog + reach)
 
 
-def follow(emitted, aux, path, accept_lens, backlog, backlog_tokens, backlog_features, drafted):
-    """What was emitted, and the target's features under it, to the rows the drafter has yet to see: after those that
-    wait, or in their place where it has `drafted` and so has seen them.
+def follow(emitted, aux, path, accept_lens, backlog, backlog_tokens, backlog_features):
+    """What was emitted, and the target's features under it, to the rows the drafter has yet to see.
 
     Args:
         emitted, path: [B, P]; aux: [B, T, F] features of the tree's nodes; accept_lens: [B].
-        backlog: [B] rows waiting, updated; backlog_tokens [B, W+1], backlog_features [B, W+1, F]: written at
-        backlog + k (drafted: k) for k < accept_lens. Row W is scratch: what does not count lands there.
+        backlog: [B] rows waiting, these among them; backlog_tokens [B, W+1], backlog_features [B, W+1, F]: written at
+        backlog - accept_lens + k for k < accept_lens. Row W is scratch: what does not count lands there.
     """
-    if drafted:
-        backlog.zero_()
     width, k = backlog_tokens.shape[1] - 1, torch.arange(path.shape[1], device=path.device)
-    at = torch.where(k < accept_lens[:, None], (backlog[:, None] + k).clamp(max=width), width)
+    before = (backlog - accept_lens)[:, None]
+    at = torch.where(k < accept_lens[:, None], (before + k).clamp(max=width), width)
     backlog_tokens.scatter_(1, at, emitted)
     features = gather_rows(aux, path)
     backlog_features.scatter_(1, at[..., None].expand_as(features), features)
-    backlog.add_(accept_lens)
 
 
 @triton.jit
 def _walk(
     tokens_ptr, parents_ptr, target_ptr, lse_ptr, seq_ptr, limit_ptr, stop_ptr, path_ptr, emitted_ptr,
-    lens_ptr, matched_ptr, done_ptr, fault_ptr, chain_ptr, missed_ptr, root_ptr, nodes, steps, stops, emitted_stride,
-    flag_stride, PDL: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr,
+    lens_ptr, matched_ptr, done_ptr, fault_ptr, chain_ptr, missed_ptr, root_ptr, backlog_ptr, nodes, steps, stops,
+    emitted_stride, flag_stride, BACKLOG: tl.constexpr, DRAFTED: tl.constexpr, PDL: tl.constexpr, BT: tl.constexpr,
+    BP: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """Program b: the greedy walk of one tree, then the cuts."""
     begin(PDL)
@@ -159,6 +163,10 @@ def _walk(
     over = tl.maximum(tl.maximum(ended, stopped), tl.maximum(broken, (reach >= room).to(tl.int32)))
     tl.store(done_ptr + flag, over.to(tl.int64))
     tl.store(root_ptr + b, last, mask=reach > 0)
+    if BACKLOG:
+        if not DRAFTED:
+            reach += tl.load(backlog_ptr + b)
+        tl.store(backlog_ptr + b, reach)
 
 
 def walk_fused(
@@ -178,6 +186,8 @@ def walk_fused(
     chain,
     missed,
     root,
+    backlog=None,
+    drafted=False,
 ):
     """The twin of `walk`; the flags [B] are columns of one block, so they share a stride."""
     (b, nodes), steps, stops = tokens.shape, path.shape[1], stop_ids.shape[1]
@@ -186,23 +196,23 @@ def walk_fused(
         raise ValueError("walk: accept_lens, matched and the flags share one stride and are int64")
     _walk[(b,)](
         tokens.contiguous(), parents, target_ids, lse, seq_lens, limits, stop_ids, path, emitted,
-        *flags, root, nodes, steps, stops, emitted.stride(0), flags[0].stride(0),
-        BT=up(nodes), BP=up(steps), BS=up(stops), num_warps=1, **chained(tokens),
+        *flags, root, root if backlog is None else backlog, nodes, steps, stops, emitted.stride(0), flags[0].stride(0),
+        BACKLOG=backlog is not None, DRAFTED=drafted, BT=up(nodes), BP=up(steps), BS=up(stops), num_warps=1,
+        **chained(tokens),
     )  # fmt: skip
 
 
 @triton.jit
 def _follow(
     emitted_ptr, aux_ptr, path_ptr, lens_ptr, backlog_ptr, tokens_ptr, features_ptr, steps, nodes, room, width,
-    emitted_stride, lens_stride, DRAFTED: tl.constexpr, PDL: tl.constexpr, BW: tl.constexpr,
+    emitted_stride, lens_stride, PDL: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     """Program (w, k, b): BW features under the k-th emitted token of sequence b; the first program adds the token."""
     begin(PDL)
     k, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    if k < tl.load(lens_ptr + b * lens_stride):
-        at = k.to(tl.int64)
-        if not DRAFTED:
-            at = tl.minimum(tl.load(backlog_ptr + b) + k, room - 1)
+    lens = tl.load(lens_ptr + b * lens_stride)
+    if k < lens:
+        at = tl.minimum(tl.load(backlog_ptr + b) - lens + k, room - 1)
         lane = tl.program_id(0) * BW + tl.arange(0, BW)
         node = tl.load(path_ptr + b * steps + k)
         row = tl.load(aux_ptr + (b * nodes + node) * width + lane, mask=lane < width, other=0.0)
@@ -211,39 +221,38 @@ def _follow(
             tl.store(tokens_ptr + b * room + at, tl.load(emitted_ptr + b * emitted_stride + k))
 
 
-def follow_fused(emitted, aux, path, accept_lens, backlog, backlog_tokens, backlog_features, drafted):
-    """The twin of `follow`: the rows in one launch, then the count of them."""
+def follow_fused(emitted, aux, path, accept_lens, backlog, backlog_tokens, backlog_features):
+    """The twin of `follow`."""
     b, steps = path.shape
     nodes, width, block = aux.shape[1], aux.shape[2], min(1024, max(16, up(aux.shape[2])))
     _follow[(max(1, triton.cdiv(width, block)), steps, b)](  # no features: the tokens are still written
         emitted, aux.contiguous(), path, accept_lens, backlog, backlog_tokens, backlog_features, steps, nodes,
-        backlog_tokens.shape[1], width, emitted.stride(0), accept_lens.stride(0), DRAFTED=drafted, BW=block,
-        num_warps=4, **chained(path),
+        backlog_tokens.shape[1], width, emitted.stride(0), accept_lens.stride(0), BW=block, num_warps=4,
+        **chained(path),
     )  # fmt: skip
-    if drafted:
-        backlog.copy_(accept_lens)
-    else:
-        backlog.add_(accept_lens)
 
 
 def specimens():
     """Compile specimens: a chain and a full tree."""
     ints = ("tokens_ptr", "parents_ptr", "target_ptr", "seq_ptr", "limit_ptr", "stop_ptr", "path_ptr", "emitted_ptr")
-    flags = ("lens_ptr", "matched_ptr", "done_ptr", "fault_ptr", "chain_ptr", "missed_ptr", "root_ptr")
+    flags = ("lens_ptr", "matched_ptr", "done_ptr", "fault_ptr", "chain_ptr", "missed_ptr", "root_ptr", "backlog_ptr")
     walked = dict.fromkeys((*ints, *flags), "*i64") | {"lse_ptr": "*fp32"}
     walked |= dict.fromkeys(("nodes", "steps", "stops", "emitted_stride", "flag_stride"), "i32")
     followed = dict.fromkeys(("emitted_ptr", "path_ptr", "lens_ptr", "backlog_ptr", "tokens_ptr"), "*i64")
     followed |= dict.fromkeys(("steps", "nodes", "room", "width", "emitted_stride", "lens_stride"), "i32")
     pdl = {"num_warps": 1, "launch_pdl": True}
     return [
-        *((_walk, walked, {"PDL": True, "BT": t, "BP": p, "BS": 32}, pdl) for t, p in ((1, 1), (4, 4), (64, 8))),
+        *(
+            (_walk, walked, {"BACKLOG": t < 64, "DRAFTED": t > 1, "PDL": True, "BT": t, "BP": p, "BS": 32}, pdl)
+            for t, p in ((1, 1), (4, 4), (64, 8))
+        ),
         *(
             (
                 _follow,
                 followed | dict.fromkeys(("aux_ptr", "features_ptr"), name),
-                {"DRAFTED": drafted, "PDL": True, "BW": 1024},
+                {"PDL": True, "BW": 1024},
                 {"num_warps": 4, "launch_pdl": True},
             )
-            for name, drafted in (("*bf16", True), ("*fp16", False), ("*fp32", True))
+            for name in ("*bf16", "*fp16", "*fp32")
         ),
     ]

@@ -208,8 +208,8 @@ def straight(case):
 def test_accept_walk_by_hand():
     """600 random trees of four tokens, with stops, limits, ended slots and non-finite nodes. Mutants: the stop looked
     for in the last token only; emitting past the limit; a non-finite node off the path that ends the sequence; a second
-    child preferred; an ended slot that emits; of a chain of first children, any child counted, a branch that ends
-    counted as a miss, or the root's own parent taken for a child's."""
+    child preferred; an ended slot that emits; rows that are cut counted as the drafter's backlog; of a chain of first
+    children, any child counted, a branch that ends counted as a miss, or the root's own parent taken for a child's."""
     draw = random.Random(1)
     t, depth = 7, 4
     for _ in range(150):
@@ -238,12 +238,13 @@ def test_accept_walk_by_hand():
         stops = torch.tensor([(c["stops"] + [-1, -1])[:2] for c in cases])
         path, emitted = torch.zeros(2, 4, depth, dtype=torch.int64)
         lens, matched, fault, chain, missed, root = torch.zeros(6, 4, dtype=torch.int64)
-        done = torch.tensor([int(c["done"]) for c in cases])
+        done, backlog, drafted = torch.tensor([int(c["done"]) for c in cases]), torch.full((4,), 7), draw.random() < 0.5
         ints["finite"] = torch.where(ints["finite"], 1.0, draw.choice([math.nan, math.inf, -math.inf]))
         REFERENCE.walk(
             *(ints[k] for k in ("tokens", "parents", "answers", "finite", "n", "limit")),
-            *(stops, path, emitted, lens, matched, done, fault, chain, missed, root.fill_(-5)),
+            *(stops, path, emitted, lens, matched, done, fault, chain, missed, root.fill_(-5), backlog, drafted),
         )
+        assert torch.equal(backlog, lens + (0 if drafted else 7))
         for i, case in enumerate(cases):
             want_path, want, _, ended, broken = walked(case)
             k = int(lens[i])

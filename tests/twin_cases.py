@@ -444,17 +444,19 @@ def walk(dtype, device):
                     report[:, 68],
                     report[:, 69],
                     make.ints([77, 78]),
+                    None if number == 0 else make.ints([3, 5]),
+                    number % 2 == 0,
                 ),
             )
 
 
 def follow(dtype, device):
     make = Make(dtype, device)
-    for width, lens, waiting, drafted in (
-        (24, [3, 0], [1, 2], False),
-        (1300, [1, 4], [0, 5], False),
-        (0, [2, 4], [0, 1], False),
-        (24, [3, 0], [2, 1], True),
+    for width, lens, waiting in (
+        (24, [3, 0], [4, 2]),
+        (1300, [1, 4], [1, 9]),
+        (0, [2, 4], [2, 5]),
+        (16, [4, 4], [4, 12]),
     ):
         report = make.ints([[11, 12, 13, 14, 15], [21, 22, 23, 24, 25]])
         path = make.ints([[0, 2, 5, 6], [0, 1, 2, 3]])
@@ -462,8 +464,8 @@ def follow(dtype, device):
         tokens = torch.zeros(2, 10, dtype=torch.int64, device=device)
         features = torch.zeros(2, 10, width, dtype=dtype, device=device)
         yield (
-            f"{width}-{drafted}",
-            (report[:, :4], make.floats(2, 7, width), path, make.ints(lens), backlog, tokens, features, drafted),
+            f"{width}",
+            (report[:, :4], make.floats(2, 7, width), path, make.ints(lens), backlog, tokens, features),
         )
 
 
