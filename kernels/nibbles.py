@@ -180,12 +180,17 @@ def _down(
 
 
 def prepare(x, ids, count):
-    """Rows by place, and their pairs by expert: x [N, 8, D / 8], order, expert (kernels.experts.group). One launch."""
+    """Rows by place, and their pairs by expert: x [N, 8, D / 8], order, expert (kernels.experts.group). One launch
+    where pairs are few."""
     (rows, columns), pairs = x.shape, ids.numel()
     tiles, words, y = experts.tiles(pairs, count, ROWS), columns // PLACES, torch.empty_like(x)
-    order, expert, rank = (
-        torch.empty(n, dtype=torch.int32, device=x.device) for n in (tiles * ROWS, tiles, max(1, pairs))
-    )
+    if pairs > experts.MANY:
+        order, expert = experts.group(ids, count)
+        rank, pairs, tiles = order, 0, 0  # dealt already
+    else:
+        order, expert, rank = (
+            torch.empty(n, dtype=torch.int32, device=x.device) for n in (tiles * ROWS, tiles, max(1, pairs))
+        )
     _prepare[(rows + 1, triton.cdiv(words, 256))](
         x, y, ids.contiguous(), order, expert, rank, rows, words, pairs, tiles, count,
         **experts.grouping(count), BX=256, num_warps=8,

@@ -14,6 +14,7 @@ from twin_cases import Make, fill
 
 import kernels
 from engine import Engine, Sampling
+from kernels import prefill
 from kernels.attend import composed
 from kernels.prefill import FlashInfer
 from weights.config import Refused
@@ -38,6 +39,45 @@ def test_a_prompt_is_alone(device, dtype):
         rows = slice(45 * b, 45 * b + 45)
         alone = kernels.PREFILL.attention(q[rows], k, v, pages[b : b + 1], prefix[b : b + 1], *rest)
         assert same(alone, whole[rows])
+
+
+@pytest.mark.parametrize("device, dtype", [run for run in RUNS if run.values[1] != torch.float32])
+@pytest.mark.parametrize("page, window", [(64, None), (128, None), (64, 70), (32, None)])
+def test_long_prompts(device, dtype, page, window):
+    """Several tiles and blocks of keys, before the diagonal and on it; pages of one block, of two and of half. Kills: a
+    page of the block before; the diagonal's blocks without a mask; blocks left out between the two."""
+    atol, rtol = TOLERANCE[dtype]
+    for starts, t in (([130, 7], 150), ([0], 65)):
+        arguments = passes(Make(dtype, device, 31), starts, t, page, window)
+        got, want = (table.attention(*arguments) for table in (kernels.PREFILL, kernels.REFERENCE))
+        torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize("device, dtype", [run for run in RUNS if run.values[1] != torch.float32])
+@pytest.mark.parametrize("sizes", prefill.DENSE, ids=lambda sizes: f"{sizes.rows}x{sizes.outputs}")
+def test_every_tile(device, dtype, sizes, monkeypatch):
+    """Kills: rows, outputs or columns past a tile's last; halves of a gated product taken from one another."""
+    monkeypatch.setattr(prefill, "DENSE", {sizes: 1.0})
+    make, (atol, rtol) = Make(dtype, device, 37), TOLERANCE[dtype]
+    for columns in (72, 128):
+        x, extra = make.floats(150, columns), make.floats(150, 270)
+        case = x, make.weight(270, columns), make.floats(270), extra
+        torch.testing.assert_close(kernels.PREFILL.linear(*case), kernels.REFERENCE.linear(*case), atol=atol, rtol=rtol)
+        case = x, make.gain(columns), 1e-6, make.weight(2 * 140, columns), make.weight(columns, 140), "silu", x
+        torch.testing.assert_close(kernels.PREFILL.mlp(*case), kernels.REFERENCE.mlp(*case), atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize("device, dtype", [run for run in RUNS if run.values[1] != torch.float32])
+def test_many_rows_an_expert(device, dtype):
+    """The wide tiles of experts, one of them with a few pairs alone. Kills: tables made for other tiles."""
+    make, (atol, rtol) = Make(dtype, device, 41), TOLERANCE[dtype]
+    ids = torch.randint(0, 2, (300, 1), generator=make.generator) * 2
+    ids[7] = 1
+    ids, weights = ids.to(device), torch.rand(300, 1, generator=make.generator).to(device)
+    assert prefill.of_experts(dtype, 300, 3) is prefill.MANY
+    case = make.floats(300, 72), ids, weights, make.weight(3, 2 * 40, 72), make.weight(3, 72, 40), "silu"
+    got, want = (table.experts(*case) for table in (kernels.PREFILL, kernels.REFERENCE))
+    torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
 
 
 class Wrapper:
