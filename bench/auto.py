@@ -116,6 +116,15 @@ def prompts_of(o, engine: Engine, bar) -> list[Figure]:
     ]
 
 
+def costs_of(engine: Engine) -> list[Figure]:
+    """The table that the choice goes by."""
+    table, made = engine.auto.table(1), Figure.of
+    plain = made("cost.0-1-1", "ms", table.plain, note="a plain cycle that keeps what the drafter must see later")
+    shapes = [made(f"cost.{shape}", "ms", table.cycle(shape), note="a cycle") for shape in table.shapes]
+    passes = [made(f"cost.catch_up.{n}", "ms", ms, note="a pass over a backlog") for n, ms in table.catch_up.items()]
+    return [plain, *shapes, *passes]
+
+
 def made_up(o, engine: Engine, bar) -> list[Figure]:
     """Drafts whose acceptance is SYNTHETIC: always wrong, wrong from the middle on, wrong up to there."""
     parts, figures = engine.parts, []
@@ -180,6 +189,7 @@ def run(o, command: str) -> tuple[list[str], list[str]]:
     with tqdm(total=work, desc="auto", unit="", disable=None, leave=False) as bar:
         figures = prompts_of(o, engine, bar)
         costs = f"costs {engine.auto.said()}"
+        figures += costs_of(engine)
         figures += made_up(o, engine, bar)
     if o.json:
         load = stages.workload(o, engine, "text; SYNTHETIC where said", prompts, o.new_tokens)

@@ -196,6 +196,7 @@ def test_auto_measures_what_it_says(tmp_path, capsys, monkeypatch):
     out, err = capsys.readouterr()
     values = {f["name"]: f["value"] for f in reading.read(str(path))["figures"]}
     whole = {f"tokens_per_second.{way}" for way in ("0-1-1", "1-1-2", "3-1-4", "auto")} | {"auto_of_best", "identical"}
+    whole |= {f"cost.{name}" for name in ("0-1-1", "1-1-2", "3-1-4", "catch_up.8", "catch_up.64")}
     for made in ("wrong_draft", "good_then_bad", "bad_then_good"):
         whole |= {made, f"identical.{made}"} | ({f"changed.{made}"} if made != "wrong_draft" else set())
     assert set(values) == whole and all(values[name] == 1 for name in whole if name.startswith("identical"))
