@@ -55,6 +55,9 @@ class Share(TP):
         self.parts.append(product(None))
         return residual
 
+    def add_and_norm(self, residual, product, norm):
+        return self.add(residual, product), None
+
 
 def built(path, tp):
     """The target of a rank, its cache, its attention's outputs before they are summed, and its bytes."""
@@ -80,7 +83,7 @@ def test_heads_are_cut_and_rows_are_on_every_rank(toys, kind, size):
         target, nbytes = built(path, tp)
         cache = Cache({"target": target.cache_rows}, 4, 4, torch.float32, torch.device("cpu"))
         layer = target.layers[2]
-        y = layer.attention(x, x, batch, cache.layer("target", 2), 4)
+        y, _ = layer.attention(x, x, batch, cache.layer("target", 2), 4, layer.mlp.norm)
         z = layer.mlp(x)
         outs = (y - x, z - x) if tp.size == 1 else tp.parts
         found.append((outs, cache.storage["target"], nbytes))
