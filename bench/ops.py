@@ -36,6 +36,7 @@ EXPERTS = ("gate_up", "gate_up_scale", "gate_up_bias", "down", "down_scale", "do
 CACHED = ("qkv", "attention", "attend", "mla_qkv", "mla_attention")
 PARTLY = dict.fromkeys(("experts", "experts_int4", "experts_fp8", "experts_mxfp4", "moe"), EXPERTS)
 PARTLY |= dict.fromkeys(CACHED, ("k_plane", "v_plane", "plane", "cos_sin", "pages")) | {"commit": ("storage", "pages")}
+PARTLY |= dict.fromkeys(("embed", "embed_share", "draft_input"), ("table",))
 RANKS = 8  # whose rows `total` adds up here
 COMPOSED = {"attend": (attend, "qkv", "attention"), "moe": (moe, "route", "experts")}  # noted whole, and in their parts
 
@@ -85,6 +86,9 @@ def traffic(field: str, args: tuple, out) -> int:
         read = 0 if prefix is None else int(prefix.sum()) + rows
         planes = [named[name] for name in ("k_plane", "v_plane", "plane") if name in named]
         total += (written + read) * sum(plane[0].nbytes for plane in planes)
+    elif "table" in partly:
+        table, ids = named["table"], named["ids"]
+        total += table.nbytes if ids is None else ids.numel() * table[0].nbytes
     elif field == "commit":
         rows = named["storage"]
         moved = int(named["accept_lens"].sum())
@@ -106,10 +110,8 @@ class Recorder:
         def call(*args):
             if not self.on:
                 return operation(*args)
-            copied, before = (
-                own_copy(args, self.lasting),
-                own_copy(args, self.lasting),
-            )  # a cycle's buffers hold other things when this is timed
+            copied = own_copy(args, self.lasting)  # a cycle's buffers hold other things when this is timed
+            before = own_copy(args, self.lasting)
             out = operation(*args)
             self.on = False  # once more, for what it changes; its parts are noted
             own = list(tensors(args))
@@ -185,13 +187,22 @@ def record(o, engine: Engine, recorder: Recorder, prompt: list[int]) -> None:
             next(events)
             recorder.on = False
             events.close()
-    weight = engine.target.head.norm.weight  # the cycle norms inside other operations, and one rank sums nothing up
     recorder.on = True
     for rows in sorted({shape.draft_tokens for shape in o.shapes}):
-        x = torch.randn(RANKS, rows, len(weight), dtype=weight.dtype, device=weight.device)
-        recorder.ops.norm(x[0], weight, engine.target.head.norm.eps)
-        recorder.ops.total(x, x[0])
+        uncalled(recorder.ops, engine, rows)
     recorder.on = False
+
+
+def uncalled(ops: Ops, engine: Engine, rows: int) -> None:
+    """What no cycle of one rank calls: norms lie inside other operations, and there is nothing to exchange."""
+    norm, table = engine.target.head.norm, engine.target.embedding.weight
+    x = torch.randn(RANKS, rows, len(norm.weight), dtype=norm.weight.dtype, device=norm.weight.device)
+    ops.norm(x[0], norm.weight, norm.eps)
+    ops.total(x, x[0])
+    ids = torch.arange(rows, device=x.device)
+    ops.embed_share(ids, table, 0)
+    one = ops.pack_bests(x[0, :, :1].float().contiguous(), ids[:, None], torch.ones(rows, device=x.device), 0)
+    ops.merge_bests(one.repeat(RANKS, 1, 1), 1)
 
 
 def timed(operation, calls: list[Call], repeats: int, device: torch.device) -> list[float]:

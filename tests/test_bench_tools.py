@@ -243,6 +243,7 @@ def test_bytes_of_a_call():
     args = q, plane, plane, torch.zeros(1, 99, dtype=torch.int32), prefix, None, 16, 0.5
     assert ops.traffic("attention", args, q) == 2 * q.nbytes + prefix.nbytes + 2 * 53 * 32
     assert ops.traffic("attention", (*args, 20), q) == 2 * q.nbytes + prefix.nbytes + 2 * 23 * 32
+    assert ops.traffic("embed", (torch.tensor([1, 2]), torch.zeros(10, 4)), q[:2, 0]) == 16 + 2 * 16 + 2 * 16
     stacks = [torch.zeros(10, *sizes, dtype=torch.uint8) for sizes in ((6, 4), (6, 1), (8, 2), (8, 1))]
     packed = x, ids, torch.zeros(2, 2), *stacks, "silu", None
     assert ops.traffic("experts_int4", packed, x) == own + x.nbytes + 3 * (24 + 6 + 16 + 8)
