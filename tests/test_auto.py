@@ -8,7 +8,7 @@ import torch
 from oracles import Replay
 from toys import NEXT, V, follow, one_line, pair
 
-from engine import Engine, Sampling, Shape, measure
+from engine import Engine, Sampling, Shape, measure, spawn
 from engine.auto import AUTO, GRID
 from engine.chooser import Average, Chooser, Experience, Fixed, Rates
 from engine.cost import CostTable, json_of, table_of
@@ -70,6 +70,12 @@ def replay(engine, prompt, tokens, right, kind=Replay):
     """A drafter that knows the text behind `prompt`, and the text; right: of Replay."""
     text = engine.generate(prompt, Sampling(max_new_tokens=tokens + 16, ignore_eos=True), shape=PLAIN).token_ids
     return kind([prompt + text], V, right), text[:tokens]
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path / ".cache" / "eagle3-engine"
 
 
 # What it must reach
@@ -374,6 +380,23 @@ def test_every_rank_decides_alike(toys):
     assert runs[0] == runs[1]
 
 
+def chosen(target, draft):
+    """On each rank: the costs it goes by, ids and shapes of two requests, ids of plain decoding."""
+    torch.set_num_threads(1)
+    engine = pair(target, draft, tp=2, max_context=128, max_batch=2, shapes=SHAPES[:2])
+    how = [Sampling(max_new_tokens=60)] * 2
+    plain = [r.token_ids for r in engine.generate([[3], [5, 9]], how, shape=PLAIN)]
+    found = engine.generate([[3], [5, 9]], how, shape=AUTO)
+    return json_of(engine.auto.tables[2]), [r.token_ids for r in found], [r.shapes for r in found], plain
+
+
+def test_ranks_measure_and_choose_together(home, toys):
+    """Two processes measure, each with a clock of its own, and go by the same costs. Mutants: how many cycles to time
+    decided by each rank's clock, which leaves one waiting; a table of each rank's own; another rank's file read."""
+    one, other = spawn(chosen, 2, toys.history(), toys.random_draft())
+    assert one == other and one[1] == one[3] and len(list(home.iterdir())) == 1
+
+
 def test_sampled_ids_do_not_depend_on_the_shapes(toys):
     """A seed gives the ids of plain decoding, whatever is chosen. Mutant: chains, which draw otherwise."""
     engine = pair(toys.history(), toys.random_draft(), max_context=256)
@@ -388,12 +411,6 @@ def test_sampled_ids_do_not_depend_on_the_shapes(toys):
 
 
 # What cycles cost
-
-
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    return tmp_path / ".cache" / "eagle3-engine"
 
 
 def test_costs_are_measured_once_and_kept(home, toys, monkeypatch):
