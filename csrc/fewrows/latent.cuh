@@ -205,22 +205,22 @@ __global__ void __launch_bounds__(kLatentThreads, 1) latent_attend(LatentAttenti
   };
   auto begin = [&](int tile) { return LatentTurn{tile, (tile + 1) * kLatentTile <= prefix ? -1 : 0}; };
   auto after = [&](LatentTurn turn) { return turn.row >= 0 && turn.row + 1 < rows ? LatentTurn{turn.tile, turn.row + 1} : begin(turn.tile + kLatentLanes); };
-  // rows below the prefix are older than the kernel before this one, nodes are not
-  auto fetch = [&](LatentTurn turn, int stage, bool committed, bool nodes) {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < kLatentTile * (kLatentRow / 8); i += kLatentThreads) {
-      const int k = i / (kLatentRow / 8), c = i % (kLatentRow / 8) * 8, at = turn.tile * kLatentTile + k;
-      if (!(at < prefix ? committed : nodes)) continue;
-      const int row = row_of(at, turn.row), page = row < 0 ? 0 : row / p.page;
+  // positions of a tile below the prefix: their rows are older than the kernel before this one, nodes are not
+  auto committed = [&](LatentTurn turn) { return min(kLatentTile, max(0, prefix - turn.tile * kLatentTile)); };
+  auto fetch = [&](LatentTurn turn, int stage, int from, int to) { // positions from … to of the tile
+#pragma unroll 2
+    for (int i = from * (kLatentRow / 8) + threadIdx.x; i < to * (kLatentRow / 8); i += kLatentThreads) {
+      const int k = i / (kLatentRow / 8), c = i % (kLatentRow / 8) * 8;
+      const int row = row_of(turn.tile * kLatentTile + k, turn.row), page = row < 0 ? 0 : row / p.page;
       const int64_t slot = row < 0 ? 0 : static_cast<int64_t>(pages[page]) * p.page + (row - page * p.page);
       copy_async(stages + stage * kLatentStage + k * kLatentPitch + c, p.plane + static_cast<size_t>(slot) * kLatentRow + c, row >= 0);
     }
   };
   LatentTurn turn = begin(own), next = turn;
-  fetch(turn, 0, true, false);
+  fetch(turn, 0, 0, committed(turn));
   wait_for_predecessor();
   launch_dependents();
-  fetch(turn, 0, false, true);
+  fetch(turn, 0, committed(turn), kLatentTile);
 #pragma unroll 1
   for (int i = threadIdx.x; i < 16 * (kLatentRow / 8); i += kLatentThreads) {
     const int m = i / (kLatentRow / 8), c = i % (kLatentRow / 8) * 8, r = m / kHeadBlock, h = m % kHeadBlock;
@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(kLatentThreads, 1) latent_attend(LatentAttenti
 #pragma unroll 1
   for (int stage = 0; turn.tile * kLatentTile < end; stage ^= 1, turn = next) {
     next = after(turn);
-    if (next.tile * kLatentTile < end) fetch(next, stage ^ 1, true, true);
+    if (next.tile * kLatentTile < end) fetch(next, stage ^ 1, 0, kLatentTile);
     commit_copies();
     wait_copies<1>();
     __syncthreads();
@@ -349,15 +349,25 @@ __global__ void __launch_bounds__(256) latent_values(LatentAttention p) {
   for (int i = 0; i < 4; i++)
 #pragma unroll
     for (int h = 0; h < 2; h++) w[i][h] = load_weights(matrix + h * 8 * kLatent + i * kPiece);
+  auto partials_of = [&](int job) { // of its row: what the row's position says, which is older than the kernels before
+    if (job >= live * 4) return 0;
+    const int row = first_row + job / 4, prefix = static_cast<int>(load_long(p.prefix + row / p.t));
+    const int last = p.tree ? prefix + __popcll(static_cast<uint64_t>(load_long(p.tree + row))) - 1 : prefix + row % p.t;
+    return min(p.lanes, last / kLatentTile + 1);
+  };
+  int count = partials_of(warp);
   wait_for_predecessor();
   launch_dependents();
 #pragma unroll 1
-  for (int job = warp; job < live * 4; job += 8) { // a row, a quarter of its columns
-    const int row = first_row + job / 4, sequence = row / p.t;
-    const int prefix = static_cast<int>(load_long(p.prefix + sequence));
-    const int last = p.tree ? prefix + __popcll(static_cast<uint64_t>(load_long(p.tree + row))) - 1 : prefix + row % p.t;
-    const int count = min(p.lanes, last / kLatentTile + 1);
-    const size_t at = (static_cast<size_t>(row) * p.heads + head) * p.lanes;
+  for (int job = warp; job < live * 4; count = partials_of(job += 8)) { // a row, a quarter of its columns
+    const size_t at = (static_cast<size_t>(first_row + job / 4) * p.heads + head) * p.lanes;
+    const float *from = p.totals + at * kLatent + job % 4 * 128 + lane * 4;
+    uint4 v[8];
+    auto load = [&](int c0) {
+#pragma unroll
+      for (int c = 0; c < 8; c++) v[c] = load_rows(from + min(c0 + c, count - 1) * kLatent);
+    };
+    load(0);
     float top[2], norm[2];
 #pragma unroll
     for (int j = 0; j < 2; j++) {
@@ -373,13 +383,10 @@ __global__ void __launch_bounds__(256) latent_values(LatentAttention p) {
     float sum = norm[0] * share[0] + norm[1] * share[1];
 #pragma unroll
     for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(kAll, sum, o);
-    const float *from = p.totals + at * kLatent + job % 4 * 128 + lane * 4;
     float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 1
     for (int c0 = 0; c0 < count; c0 += 8) {
-      uint4 v[8];
-#pragma unroll
-      for (int c = 0; c < 8; c++) v[c] = load_rows(from + min(c0 + c, count - 1) * kLatent);
+      if (c0) load(c0);
 #pragma unroll
       for (int c = 0; c < 8; c++) {
         if (c0 + c >= count) break;
