@@ -49,14 +49,14 @@ __device__ __forceinline__ int choose_rows(const P &p, GroupChoice &c) {
   }
   __syncthreads();
   int count = 0;
-#pragma unroll 1
+#pragma unroll 4
   for (int j = 0; j < pairs; j++) count += c.fresh[j];
 #pragma unroll
   for (int k = 0; k < kOwn; k++) {
     const int i = threadIdx.x + k * kThreads;
     if (i >= pairs || e[k] < 0) continue;
     int place = 0;
-#pragma unroll 1
+#pragma unroll 2
     for (int j = 0; j < pairs; j++) place += c.fresh[j] && c.id[j] < e[k];
     c.weight[place][i / p.choices] = w[k];
     if (c.fresh[i]) c.list[place] = e[k], c.rows[place] = c.mask[i];

@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(kLatentThreads, 1) latent_attend(LatentAttenti
   // positions of a tile below the prefix: their rows are older than the kernel before this one, nodes are not
   auto committed = [&](LatentTurn turn) { return min(kLatentTile, max(0, prefix - turn.tile * kLatentTile)); };
   auto fetch = [&](LatentTurn turn, int stage, int from, int to) { // positions from … to of the tile
-#pragma unroll 2
+#pragma unroll 1
     for (int i = from * (kLatentRow / 8) + threadIdx.x; i < to * (kLatentRow / 8); i += kLatentThreads) {
       const int k = i / (kLatentRow / 8), c = i % (kLatentRow / 8) * 8;
       const int row = row_of(turn.tile * kLatentTile + k, turn.row), page = row < 0 ? 0 : row / p.page;

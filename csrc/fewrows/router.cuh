@@ -198,11 +198,28 @@ struct Shares {
       : expert(share_begin(p.experts, blockIdx.x)), experts_end(share_begin(p.experts, blockIdx.x + 1)),
         unit(share_begin(p.width, blockIdx.x)), units_end(share_begin(p.width, blockIdx.x + 1)) {}
   __device__ __forceinline__ int tiles() const { return max((experts_end - expert + 7) / 8, (units_end - unit + 3) / 4); }
+  // as Stream's Aim, from column `column` on
+  __device__ __forceinline__ void aim(const Router &p, int tile, int column, const bf16 *&top, const bf16 *&bottom,
+                                      bool &has_top, bool &has_bottom) const {
+    const int g = (threadIdx.x & 31) >> 2;
+    if (g < 4) {
+      const int e = expert + tile * 8 + g;
+      has_top = e < experts_end;
+      has_bottom = e + 4 < experts_end;
+      top = p.gate + static_cast<size_t>(e) * p.columns + column;
+      bottom = top + 4 * p.columns;
+    } else {
+      const int i = unit + tile * 4 + g - 4;
+      has_top = has_bottom = i < units_end;
+      top = p.shared + static_cast<size_t>(i) * p.columns + column;
+      bottom = top + static_cast<size_t>(p.width) * p.columns;
+    }
+  }
 };
 
-// Products of one tile: thread (component, lane) as in sum_partials.
+// Products of one tile: thread (component, lane) as in sum_partials; scale: as in store_tile.
 template <int kThreads>
-__device__ __forceinline__ void store_routed(const Router &p, const Shares &s, int tile, const float *red) {
+__device__ __forceinline__ void store_routed(const Router &p, const Shares &s, int tile, const float *red, float scale = 1.f) {
   if (threadIdx.x >= 128) return;
   const int which = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2;
   const int row = blockIdx.y * kRows + 2 * (lane & 3) + (which & 1);
@@ -210,14 +227,27 @@ __device__ __forceinline__ void store_routed(const Router &p, const Shares &s, i
   if (g < 4) {
     const int e = s.expert + tile * 8 + g + (which & 2 ? 4 : 0);
     if (e >= s.experts_end) return;
-    const float v = sum_partials<kThreads>(red, which, lane);
+    const float v = scale * sum_partials<kThreads>(red, which, lane);
     p.logits[static_cast<size_t>(row) * p.experts + e] = p.bias ? v + __bfloat162float(p.bias[e]) : v;
   } else if (which < 2) {
     const int i = s.unit + tile * 4 + g - 4;
     if (i >= s.units_end) return;
-    const float v = silu(sum_partials<kThreads>(red, which, lane)) * sum_partials<kThreads>(red, which + 2, lane);
+    const float gate = scale * sum_partials<kThreads>(red, which, lane), v = silu(gate) * scale * sum_partials<kThreads>(red, which + 2, lane);
     p.hidden[static_cast<size_t>(row) * p.width + i] = __float2bfloat16(v);
   }
+}
+
+// The end of a block: the last one of its group chooses. `memory`: dynamic shared memory, all read.
+template <int kThreads>
+__device__ __forceinline__ void finish(const Router &p, void *memory) {
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = arrive(p.arrivals + blockIdx.y) == gridDim.x - 1;
+    if (last) p.arrivals[blockIdx.y] = 0;
+  }
+  __syncthreads();
+  if (last) choose_group<kThreads>(p, *static_cast<Scores *>(memory), min(kRows, p.rows - static_cast<int>(blockIdx.y) * kRows));
 }
 
 template <int kThreads, int kPieces>
@@ -227,23 +257,11 @@ __global__ void __launch_bounds__(kThreads, 1) route(Router p) {
   __shared__ float red[2][4 * kThreads];
   __shared__ float partial[kWarps * kRows];
   __shared__ uint4 gains[kThreads / 8 * kPieces];
-  __shared__ bool last;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2;
   const int column = warp * kPieces * kPiece + (lane & 3) * 8, row = blockIdx.y * kRows + g;
   const Shares shares(p);
   auto aim = [&](int tile, const bf16 *&top, const bf16 *&bottom, bool &has_top, bool &has_bottom) {
-    if (g < 4) {
-      const int e = shares.expert + tile * 8 + g;
-      has_top = e < shares.experts_end;
-      has_bottom = e + 4 < shares.experts_end;
-      top = p.gate + static_cast<size_t>(e) * p.columns + column;
-      bottom = top + 4 * p.columns;
-    } else {
-      const int i = shares.unit + tile * 4 + g - 4;
-      has_top = has_bottom = i < shares.units_end;
-      top = p.shared + static_cast<size_t>(i) * p.columns + column;
-      bottom = top + static_cast<size_t>(p.width) * p.columns;
-    }
+    shares.aim(p, tile, column, top, bottom, has_top, has_bottom);
   };
   Stream<kThreads, kPieces, decltype(aim)> stream(ring_memory, aim, shares.tiles());
 #pragma unroll 1
@@ -264,37 +282,116 @@ __global__ void __launch_bounds__(kThreads, 1) route(Router p) {
     __syncthreads();
     store_routed<kThreads>(p, shares, tile, red[tile & 1]);
   }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    last = arrive(p.arrivals + blockIdx.y) == gridDim.x - 1;
-    if (last) p.arrivals[blockIdx.y] = 0;
+  finish<kThreads>(p, ring_memory);
+}
+
+// The same for long rows, as project_long: gains on the way through the ring, the rows' own factors with the sums.
+__global__ void __launch_bounds__(512, 1) route_long(Router p) {
+  constexpr int kThreads = 512, kUnits = 4;
+  extern __shared__ uint4 ring_memory[];
+  __shared__ float red[2][4 * kThreads];
+  __shared__ float squares[kThreads / 32][kRows];
+  uint4 *const ring = ring_memory + threadIdx.x, *const gains = ring_memory + kLongRing / 16;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, pieces = p.columns / 512;
+  const int column = warp * pieces * kPiece + (lane & 3) * 8, row = blockIdx.y * kRows + g;
+  const Shares shares(p);
+  const int units = shares.tiles() * pieces;
+  const bool live = row < p.rows;
+  const bf16 *const x = p.x + static_cast<size_t>(live ? row : 0) * p.columns + column;
+  auto weights = [&](int unit) {
+    if (unit >= units) return;
+    const bf16 *top, *bottom;
+    bool has_top, has_bottom;
+    shares.aim(p, unit / pieces, column + unit % pieces * kPiece, top, bottom, has_top, has_bottom);
+    uint4 *slot = ring + unit % kUnits * 3 * kThreads;
+    copy_async(slot, top, has_top);
+    copy_async(slot + kThreads, bottom, has_bottom);
+  };
+  auto activations = [&](int unit) {
+    if (unit < units) copy_async(ring + (unit % kUnits * 3 + 2) * kThreads, x + unit % pieces * kPiece, live);
+  };
+#pragma unroll 1
+  for (int u = 0; u < kUnits; u++) {
+    weights(u);
+    commit_copies();
+  }
+#pragma unroll 1
+  for (int i = threadIdx.x; p.gamma && i < p.columns / 8; i += kThreads) gains[i] = load_weights(p.gamma + i * 8);
+  wait_for_predecessor();
+  launch_dependents();
+#pragma unroll 1
+  for (int u = 0; u < kUnits; u++) {
+    activations(u);
+    commit_copies();
   }
   __syncthreads();
-  if (!last) return;
-  // weights have all been read: their ring holds the scores
-  choose_group<kThreads>(p, *reinterpret_cast<Scores *>(ring_memory), min(kRows, p.rows - static_cast<int>(blockIdx.y) * kRows));
+  auto factor = [&](int r) { // of row r of the group, when its squares are there
+    float total = 0.f;
+#pragma unroll 4
+    for (int w = 0; w < kThreads / 32; w++) total += squares[w][r];
+    return rsqrtf(total / p.columns + p.eps);
+  };
+  float scale = 1.f, own = 1.f; // of the row whose sums this thread adds; of the one whose columns it holds
+  int unit = 0;
+#pragma unroll 1
+  for (int tile = 0; tile < shares.tiles(); tile++) {
+    float4 c = make_float4(0.f, 0.f, 0.f, 0.f);
+    float sum = 0.f;
+#pragma unroll 1
+    for (int part = 0; part < pieces; part++, unit++) {
+      wait_copies<kUnits - 1>();
+      const uint4 *slot = ring + unit % kUnits * 3 * kThreads;
+      const uint4 v = p.gamma ? gained(slot[2 * kThreads], gains[column / 8 + part * (kPiece / 8)], sum) : slot[2 * kThreads];
+      mma_piece(c, slot[0], slot[kThreads], v);
+      weights(unit + kUnits);
+      activations(unit + kUnits);
+      commit_copies();
+    }
+    store_partial<kThreads>(red[tile & 1], c);
+    if (tile == 0) {
+      sum += __shfl_xor_sync(kAll, sum, 1);
+      sum += __shfl_xor_sync(kAll, sum, 2);
+      if ((lane & 3) == 0) squares[warp][g] = sum;
+    }
+    __syncthreads();
+    if (p.gamma && tile == 0) scale = factor(2 * (lane & 3) + (warp & 1)), own = factor(g);
+    store_routed<kThreads>(p, shares, tile, red[tile & 1], scale);
+  }
+#pragma unroll 1
+  for (unsigned i = 0; p.gamma && live && i < static_cast<unsigned>(pieces); i++) { // written by all blocks together
+    if ((warp * pieces + i) % gridDim.x != blockIdx.x) continue;
+    uint4 v = load_rows(x + i * kPiece);
+    const uint4 gain = gains[column / 8 + i * (kPiece / 8)];
+    uint32_t *w = reinterpret_cast<uint32_t *>(&v);
+    const uint32_t *gs = reinterpret_cast<const uint32_t *>(&gain);
+#pragma unroll
+    for (int j = 0; j < 4; j++) w[j] = pack(low(w[j]) * own * low(gs[j]), high(w[j]) * own * high(gs[j]));
+    *reinterpret_cast<uint4 *>(p.normed + static_cast<size_t>(row) * p.columns + column + i * kPiece) = v;
+  }
+  finish<kThreads>(p, ring_memory);
+}
+
+inline dim3 route_grid(const Router &p, int blocks) {
+  const int most = p.experts > p.width ? p.experts : p.width;
+  return dim3(most < blocks ? most : blocks, (p.rows + kRows - 1) / kRows);
 }
 
 template <int kThreads, int kPieces>
 inline cudaError_t launch_route(const Router &p, int blocks, cudaStream_t stream) {
-  const int most = p.experts > p.width ? p.experts : p.width;
-  const dim3 grid(most < blocks ? most : blocks, (p.rows + kRows - 1) / kRows);
   static_assert(kRingBytes<kThreads, kPieces> >= sizeof(Scores), "scores lie where the ring was");
-  return launch(route<kThreads, kPieces>, grid, kThreads, kRingBytes<kThreads, kPieces>, stream, 1, p);
+  return launch(route<kThreads, kPieces>, route_grid(p, blocks), kThreads, kRingBytes<kThreads, kPieces>, stream, 1, p);
 }
 
 inline cudaError_t routed(const Router &p, int blocks, cudaStream_t stream) {
   if (p.experts > kRouted || p.choices > 32 || p.choices > p.experts || p.groups > 32) return cudaErrorInvalidValue;
   switch (p.columns) {
   case 256: return launch_route<256, 1>(p, blocks, stream);
-  case 512: return launch_route<256, 2>(p, blocks, stream);
-  case 2048: return launch_route<256, 8>(p, blocks, stream);
   case 2880: return launch_route<480, 6>(p, blocks, stream);
-  case 4096: return launch_route<512, 8>(p, blocks, stream);
-  case 5120: return launch_route<512, 10>(p, blocks, stream);
-  case 7168: return launch_route<512, 14>(p, blocks, stream);
-  default: return cudaErrorInvalidValue;
+  default: break;
   }
+  if (p.columns % 512) return cudaErrorInvalidValue;
+  static_assert(kLongRing >= sizeof(Scores), "scores lie where the ring was");
+  return launch(route_long, route_grid(p, blocks), 512, kLongRing + static_cast<size_t>(p.columns) * 2, stream, 1, p);
 }
 
 } // namespace eagle3
