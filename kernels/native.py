@@ -20,7 +20,6 @@ import torch
 from . import head, linear, native_latent, native_packed, native_routing
 from .routing import Routing
 from .structs import structure
-from .tile import groups
 
 ABI = 8
 CAPABILITY = (9, 0)
@@ -32,7 +31,7 @@ HIDDEN, WIDTHS = (
     (64, 96, 128, 192, 256, 384, 512, 768, 1024),
 )  # of an expert block (experts.cuh)
 HEADS = (256, 512, 1024, 2048, 2880, 4096, 7168)  # columns of an output head (head.cuh)
-MOST_EXPERTS, MOST_CHOICES, CHOSEN = 512, 8, 64
+MOST_EXPERTS, MOST_CHOICES = 512, 8
 SHARES = (1, 2, 4, 8)  # query heads a key head serves (attention.cuh)
 
 
@@ -208,15 +207,16 @@ class Library:
         plain = rule == Routing(min(rule.top_k, MOST_CHOICES), rule.renormalise) and bias is None and correction is None
         if not (fits and plain):
             return self.base.moe(x, norm_weight, eps, gate, rule, bias, correction, gate_up, down, activation, residual)
-        tiles, x = groups(rows), x.contiguous()
+        held = 8 if rows <= 8 else 16  # rows of a block
+        blocks, x = -(-rows // held), x.contiguous()
         y = torch.empty_like(x)
         self.call(
             "eagle3_experts", Experts, self.blocks,
             x=x, gamma=norm_weight, router=gate, gate_up=gate_up, down=down,
-            logits=x.new_empty(tiles * 8, experts, dtype=torch.float32), arrivals=self.arrivals,
+            logits=x.new_empty(rows, experts, dtype=torch.float32), arrivals=self.arrivals,
             residual=None if residual is None else residual.contiguous(),
-            hidden=x.new_empty(tiles, CHOSEN, 8, width), y=y, eps=eps, rows=rows, columns=columns, width=width,
-            experts=experts, choices=rule.top_k, renormalise=int(rule.renormalise),
+            hidden=x.new_empty(blocks, held * MOST_CHOICES, held, width), y=y, eps=eps, rows=rows, columns=columns,
+            width=width, experts=experts, choices=rule.top_k, renormalise=int(rule.renormalise),
         )  # fmt: skip
         return y
 
@@ -225,10 +225,11 @@ class Library:
         (rows, columns), vocabulary = x.shape, weight.shape[0]
         if k != 1 or columns not in HEADS:
             return self.base.head(x, norm_weight, eps, weight, k, logits)
-        keys = torch.empty(rows, self.blocks, dtype=torch.int64, device=x.device)
-        tops, sums = (torch.empty(rows, self.blocks, dtype=torch.float32, device=x.device) for _ in range(2))
+        blocks = self.blocks * (2 if columns <= 2048 else 1)  # narrow rows: two blocks a multiprocessor
+        keys = torch.empty(rows, blocks, dtype=torch.int64, device=x.device)
+        tops, sums = (torch.empty(rows, blocks, dtype=torch.float32, device=x.device) for _ in range(2))
         self.call(
-            "eagle3_head", Vocabulary, self.blocks, x=x.contiguous(), gamma=norm_weight, weight=weight, logits=logits,
+            "eagle3_head", Vocabulary, blocks, x=x.contiguous(), gamma=norm_weight, weight=weight, logits=logits,
             keys=keys, tops=tops, sums=sums, eps=eps, rows=rows, vocabulary=vocabulary, columns=columns,
         )  # fmt: skip
         return head.finish(keys, tops, sums, 1)

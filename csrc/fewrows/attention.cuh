@@ -15,6 +15,7 @@
 namespace eagle3 {
 
 constexpr int kTile = 64, kRanks = 8, kWarps = 4, kSlice = kTile / kWarps, kVectors = 16; // of a block: rows times heads
+constexpr int kStages = 1; // tiles in flight: little enough that the next projection's blocks fit beside these
 
 struct Attention {
   const bf16 *projected;    // [B * T, (heads + 2 * groups) * Dh]
@@ -167,7 +168,7 @@ struct Fold {
 template <int kWidth, int kShare, int kHalf>
 __global__ void __launch_bounds__(kWarps * 32) attend(Attention p) {
   using P = Plane<kWidth>;
-  constexpr int kStages = 2, kBlock = kVectors / kShare, kMany = kWidth / 32;
+  constexpr int kBlock = kVectors / kShare, kMany = kWidth / 32;
   extern __shared__ uint4 attention_memory[];
   __shared__ float top_of[kTile], norm_of[kTile];
   __shared__ uint8_t path[kBlock][kTile]; // node at each depth
@@ -404,7 +405,7 @@ __global__ void __launch_bounds__(kWarps * 32) attend(Attention p) {
 template <int kWidth, int kShare, int kHalf>
 inline cudaError_t launch_attend(const Attention &p, int batch, cudaStream_t stream) {
   const dim3 grid(kRanks * p.groups, (p.t + kVectors / kShare - 1) / (kVectors / kShare), batch);
-  return launch(attend<kWidth, kShare, kHalf>, grid, kWarps * 32, Plane<kWidth>::bytes(2), stream, kRanks, p);
+  return launch(attend<kWidth, kShare, kHalf>, grid, kWarps * 32, Plane<kWidth>::bytes(kStages), stream, kRanks, p);
 }
 
 template <int kWidth, int kHalf>

@@ -185,6 +185,9 @@ template <int kWarps, int kPieces>
 __device__ __forceinline__ void norm_group(uint4 (&b)[kPieces], const bf16 *gamma, float *partial, int columns, float eps) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   float sum = product_of(b, b);
+  // or the compiler keeps the columns that it has unpacked, in registers that it does not have
+#pragma unroll
+  for (int i = 0; i < kPieces; i++) asm volatile("" : "+r"(b[i].x), "+r"(b[i].y), "+r"(b[i].z), "+r"(b[i].w));
   sum += __shfl_xor_sync(kAll, sum, 1);
   sum += __shfl_xor_sync(kAll, sum, 2);
   if ((lane & 3) == 0) partial[warp * kRows + (lane >> 2)] = sum;
@@ -222,6 +225,83 @@ __device__ __forceinline__ float sum_partials(const float *red, int which, int l
   return total;
 }
 
+// A tile of 16 weight rows in registers, a warp's slice of its columns or the first kDepth pieces of it: while a piece is
+// multiplied, the one that will follow in its place is on its way.
+template <int kDepth>
+struct Tile {
+  uint4 top[kDepth], bottom[kDepth];
+  __device__ __forceinline__ void fetch(int i, const bf16 *from, const bf16 *below) {
+    top[i] = load_weights(from + i * kPiece);
+    bottom[i] = load_weights(below + i * kPiece);
+  }
+  __device__ __forceinline__ void fetch(const bf16 *from, const bf16 *below) {
+#pragma unroll
+    for (int i = 0; i < kDepth; i++) fetch(i, from, below);
+  }
+};
+
+// A block's rows as B operands: the first group in registers where they have room for it, others in a thread's own places of
+// shared memory.
+template <int kThreads, int kPieces, int kGroups>
+struct Operand {
+  static constexpr int kOutside = kPieces > 8 ? kGroups : kGroups - 1; // groups in shared memory
+  static constexpr size_t kBytes = static_cast<size_t>(kOutside) * kPieces * kThreads * 16;
+  uint4 first[kOutside == kGroups ? 1 : kPieces];
+  uint4 *const more; // [kOutside][kPieces][kThreads]
+  __device__ __forceinline__ explicit Operand(void *shared) : more(static_cast<uint4 *>(shared) + threadIdx.x) {}
+  __device__ __forceinline__ uint4 get(int group, int i) const {
+    const int place = group - (kGroups - kOutside);
+    return place < 0 ? first[i] : more[(place * kPieces + i) * kThreads];
+  }
+  // Rows `begin` and on of x, normed where there are gains ([columns] in shared memory, or null). x: at the thread's first
+  // column; partial: [kGroups][warps][8] scratch. All threads of the block call it.
+  template <bool kNorm>
+  __device__ __forceinline__ void load(const bf16 *x, size_t stride, int begin, int rows, const bf16 *gains, float *partial, int columns,
+                                       float eps) {
+    const int g = (threadIdx.x & 31) >> 2;
+#pragma unroll
+    for (int group = kGroups - 1; group >= 0; group--) {
+      const int row = begin + group * kRows + g, place = group - (kGroups - kOutside);
+      uint4 b[kPieces];
+      load_group(b, x + static_cast<size_t>(row) * stride, row < rows);
+      if constexpr (kNorm)
+        if (gains) norm_group<kThreads / 32>(b, gains, partial + group * (kThreads / 32) * kRows, columns, eps);
+#pragma unroll
+      for (int i = 0; i < kPieces; i++) {
+        if (place < 0)
+          first[i] = b[i];
+        else
+          more[(place * kPieces + i) * kThreads] = b[i];
+      }
+    }
+  }
+};
+
+// Products of one tile and every group of rows, two chains a group, each in ascending columns. next(part, i) refills place i
+// when its piece of part `part` of the slice has been multiplied.
+template <int kThreads, int kPieces, int kGroups, int kDepth, class Next>
+__device__ __forceinline__ void multiply(Tile<kDepth> &tile, const Operand<kThreads, kPieces, kGroups> &b, float4 (&c)[kGroups], Next next) {
+  static_assert(kPieces % kDepth == 0, "parts are whole");
+  float4 odd[kGroups];
+#pragma unroll
+  for (int group = 0; group < kGroups; group++) c[group] = odd[group] = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+  for (int part = 0; part < kPieces / kDepth; part++)
+#pragma unroll
+    for (int i = 0; i < kDepth; i++) {
+      const uint4 &top = tile.top[i], &bottom = tile.bottom[i];
+#pragma unroll
+      for (int group = 0; group < kGroups; group++) {
+        const uint4 v = b.get(group, part * kDepth + i);
+        mma(c[group], top.x, bottom.x, top.y, bottom.y, v.x, v.y);
+        mma(odd[group], top.z, bottom.z, top.w, bottom.w, v.z, v.w);
+      }
+      next(part, i);
+    }
+#pragma unroll
+  for (int group = 0; group < kGroups; group++) c[group] = add(c[group], odd[group]);
+}
+
 // Launch with dependent launch allowed, so that the kernel's beginning overlaps its predecessor's end.
 template <class... Parameters, class... Arguments>
 inline cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared, cudaStream_t stream,
@@ -230,7 +310,7 @@ inline cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads,
   const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
   if (e != cudaSuccess) return e;
   // one carve-out for all: a multiprocessor must drain before it changes its own
-  cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
+  cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 44);
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(threads);

@@ -47,61 +47,71 @@ struct Best {
   }
 };
 
-template <int kThreads, int kPieces>
-__global__ void __launch_bounds__(kThreads, kThreads > 384 ? 1 : 2) vocabulary(Vocabulary p) {
-  constexpr int kWarps = kThreads / 32;
-  extern __shared__ uint4 ring_memory[];
-  __shared__ float red[2][4 * kThreads];
-  __shared__ float partial[kWarps * kRows];
+template <int kThreads, int kPieces, int kGroups>
+__global__ void __launch_bounds__(kThreads, resident(kThreads)) vocabulary(Vocabulary p) {
+  constexpr int kWarps = kThreads / 32, kHeld = kGroups * kRows, kDepth = depth_of(kPieces), kParts = kPieces / kDepth;
+  extern __shared__ uint4 operand_memory[];
+  __shared__ float red[2][kGroups][4 * kThreads];
+  __shared__ float partial[kGroups * kWarps * kRows];
   __shared__ uint4 gains[kThreads / 8 * kPieces];
-  __shared__ Best bests[4][kRows];
+  __shared__ Best bests[2][kHeld];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2;
-  const int column = warp * kPieces * kPiece + (lane & 3) * 8, row = blockIdx.y * kRows + g;
+  const int column = warp * kPieces * kPiece + (lane & 3) * 8;
   const TileRows<false> rows(p.vocabulary);
-  auto aim = [&](int tile, const bf16 *&top, const bf16 *&bottom, bool &has_top, bool &has_bottom) {
-    const int id = rows.top(tile, g);
-    has_top = id < rows.last;
-    has_bottom = id + 8 < rows.last;
-    top = p.weight + static_cast<size_t>(id) * p.columns + column;
-    bottom = top + 8 * p.columns;
-  };
-  Stream<kThreads, kPieces, decltype(aim)> stream(ring_memory, aim, rows.tiles());
+  const bf16 *const weight = p.weight + column;
+  const bf16 *top = weight + static_cast<size_t>(rows.row(0, g)) * p.columns;
+  const bf16 *bottom = weight + static_cast<size_t>(rows.below(0, g, 0)) * p.columns;
+  Tile<kDepth> tile;
+  tile.fetch(top, bottom);
 #pragma unroll 1
   for (int i = threadIdx.x; i < p.columns / 8; i += kThreads) gains[i] = load_weights(p.gamma + i * 8);
+  __syncthreads();
+  Operand<kThreads, kPieces, kGroups> b(operand_memory);
   wait_for_predecessor();
   launch_dependents();
-  uint4 b[kPieces];
-  load_group(b, p.x + static_cast<size_t>(row) * p.columns + column, row < p.rows);
-  __syncthreads();
-  norm_group<kWarps>(b, reinterpret_cast<const bf16 *>(gains) + column, partial, p.columns, p.eps);
-  static_assert(kThreads >= 128, "one thread an output and row");
-  Best best; // of one row: thread (component, lane) as in sum_partials
+  b.template load<true>(p.x + column, p.columns, blockIdx.y * kHeld, p.rows, reinterpret_cast<const bf16 *>(gains) + column, partial, p.columns,
+                        p.eps);
+  static_assert(kThreads >= 128 * kGroups, "one thread an output and row");
+  Best best; // of one row: thread (group, component, lane) as in sum_partials
   best.clear();
-  const int which = warp, own_row = blockIdx.y * kRows + 2 * (lane & 3) + (which & 1);
+  const int group = warp >> 2, which = warp & 3, own_row = blockIdx.y * kHeld + group * kRows + 2 * (lane & 3) + (which & 1);
+  const int tiles = rows.tiles();
 #pragma unroll 1
-  for (int tile = 0; tile < rows.tiles(); tile++) {
-    store_partial<kThreads>(red[tile & 1], stream.multiply(b));
+  for (int at = 0; at < tiles; at++) {
+    const int next = min(at + 1, tiles - 1);
+    const bf16 *const here = top, *const below = bottom;
+    top = weight + static_cast<size_t>(rows.row(next, g)) * p.columns;
+    bottom = weight + static_cast<size_t>(rows.below(next, g, 0)) * p.columns;
+    float4 c[kGroups];
+    multiply(tile, b, c, [&](int part, int i) {
+      if (part + 1 < kParts)
+        tile.fetch(i, here + (part + 1) * kDepth * kPiece, below + (part + 1) * kDepth * kPiece);
+      else if (at + 1 < tiles)
+        tile.fetch(i, top, bottom);
+    });
+#pragma unroll
+    for (int own = 0; own < kGroups; own++) store_partial<kThreads>(red[at & 1][own], c[own]);
     __syncthreads();
-    const int id = rows.top(tile, g) + (which & 2 ? 8 : 0);
-    if (threadIdx.x >= 128 || id >= rows.last) continue;
-    const float value = sum_partials<kThreads>(red[tile & 1], which, lane);
+    const int id = rows.top(at, g) + (which & 2 ? 8 : 0);
+    if (threadIdx.x >= 128 * kGroups || id >= rows.last) continue;
+    const float value = sum_partials<kThreads>(red[at & 1][group], which, lane);
     best.take(value, id);
     if (p.logits && own_row < p.rows) p.logits[static_cast<size_t>(own_row) * p.vocabulary + id] = value;
   }
-  if (threadIdx.x < 128) {
+  if (threadIdx.x < 128 * kGroups) {
 #pragma unroll
     for (int o = 4; o < 32; o <<= 1) { // over the lanes that hold the same row
       const int64_t key = __shfl_xor_sync(kAll, static_cast<long long>(best.key), o);
-      const float top = __shfl_xor_sync(kAll, best.top, o), sum = __shfl_xor_sync(kAll, best.sum, o);
+      const float most = __shfl_xor_sync(kAll, best.top, o), sum = __shfl_xor_sync(kAll, best.sum, o);
       best.key = key > best.key ? key : best.key;
-      best.join(top, sum);
+      best.join(most, sum);
     }
-    if (g == 0) bests[which][2 * lane + (which & 1)] = best;
+    if (g == 0) bests[which >> 1][group * kRows + 2 * lane + (which & 1)] = best;
   }
   __syncthreads();
-  const int r = threadIdx.x, own = blockIdx.y * kRows + r;
-  if (r >= kRows || own >= p.rows) return;
-  Best all = bests[r & 1][r], other = bests[(r & 1) + 2][r];
+  const int r = threadIdx.x, own = blockIdx.y * kHeld + r;
+  if (r >= kHeld || own >= p.rows) return;
+  Best all = bests[0][r], other = bests[1][r];
   all.key = other.key > all.key ? other.key : all.key;
   all.join(other.top, other.sum);
   const size_t at = static_cast<size_t>(own) * gridDim.x + blockIdx.x;
@@ -110,10 +120,17 @@ __global__ void __launch_bounds__(kThreads, kThreads > 384 ? 1 : 2) vocabulary(V
   p.sums[at] = all.sum;
 }
 
+template <int kThreads, int kPieces, int kGroups>
+inline cudaError_t launch_vocabulary_groups(const Vocabulary &p, int blocks, cudaStream_t stream) {
+  const dim3 grid(blocks, (p.rows + kRows * kGroups - 1) / (kRows * kGroups));
+  return launch(vocabulary<kThreads, kPieces, kGroups>, grid, kThreads, Operand<kThreads, kPieces, kGroups>::kBytes, stream, 1, p);
+}
+
 template <int kThreads, int kPieces>
 inline cudaError_t launch_vocabulary(const Vocabulary &p, int blocks, cudaStream_t stream) {
-  const dim3 grid(blocks, (p.rows + kRows - 1) / kRows);
-  return launch(vocabulary<kThreads, kPieces>, grid, kThreads, kRingBytes<kThreads, kPieces>, stream, 1, p);
+  if constexpr (kPieces <= 8) // or two groups do not fit into shared memory
+    if (p.rows > kRows) return launch_vocabulary_groups<kThreads, kPieces, 2>(p, blocks, stream);
+  return launch_vocabulary_groups<kThreads, kPieces, 1>(p, blocks, stream);
 }
 
 inline cudaError_t head(const Vocabulary &p, int blocks, cudaStream_t stream) {

@@ -1,5 +1,5 @@
 // Projection of few rows: y = norm(x) W^T + bias + residual, or the gated pair act(gate) * up of it. Every block streams a
-// contiguous range of weight rows, in tiles of 16, through its threads' rings.
+// contiguous range of weight rows, in tiles of 16, through its registers, once for up to two groups of rows.
 #pragma once
 
 #include "common.cuh"
@@ -17,10 +17,10 @@ struct Projection {
   int rows, outputs, columns, stride; // stride: from row to row of x
 };
 
-// Weight rows of a lane: `top` is row g of tile's A, `bottom` row g + 8; false where the block has no such row.
+// Outputs of a block: [first, last), in tiles of kStep. A tile is 16 weight rows: 16 outputs, or 8 gates on top of 8 ups.
 template <bool kGated>
 struct TileRows {
-  int first, last; // outputs of this block: [first, last)
+  int first, last;
   static constexpr int kStep = kGated ? 8 : 16;
   __device__ __forceinline__ TileRows(int outputs) {
     first = share_begin(outputs, blockIdx.x);
@@ -28,67 +28,112 @@ struct TileRows {
   }
   __device__ __forceinline__ int tiles() const { return (last - first + kStep - 1) / kStep; }
   __device__ __forceinline__ int top(int tile, int g) const { return first + tile * kStep + g; }
+  // Weight rows of lane group g in a tile's top and bottom half; past the block's last output its last one again.
+  __device__ __forceinline__ int row(int tile, int g) const { return min(top(tile, g), last - 1); }
+  __device__ __forceinline__ int below(int tile, int g, int outputs) const {
+    return kGated ? row(tile, g) + outputs : min(top(tile, g) + 8, last - 1);
+  }
 };
 
-// Outputs of one tile: thread (component, lane) as in sum_partials; gated ones take gate and up together. scale: what sums of
-// the thread's row are still to be multiplied by.
-template <int kThreads, bool kGated>
-__device__ __forceinline__ void store_tile(const Projection &p, const TileRows<kGated> &rows, int tile, const float *red,
-                                           float scale = 1.f) {
-  if (threadIdx.x >= (kGated ? 64 : 128)) return; // narrow blocks: 64 threads take two turns below
-#pragma unroll
-  for (int turn = 0; turn < (kGated || kThreads >= 128 ? 1 : 2); turn++) {
-    const int at = threadIdx.x + turn * kThreads, which = at >> 5, lane = at & 31;
-    const int row = blockIdx.y * kRows + 2 * (lane & 3) + (which & 1);
-    const int out = rows.top(tile, lane >> 2) + (which & 2 ? 8 : 0);
-    if (row >= p.rows || out >= rows.last) continue;
-    float v = scale * sum_partials<kThreads>(red, which, lane);
-    const size_t to = static_cast<size_t>(row) * p.outputs + out;
-    if (kGated) {
-      v = silu(v) * scale * sum_partials<kThreads>(red, which + 2, lane);
-    } else {
-      if (p.bias) v += __bfloat162float(p.bias[out]);
-      if (p.residual) v += load_bf16(p.residual + to);
-    }
-    p.y[to] = __float2bfloat16(v);
-  }
-}
+// What one thread writes of a tile: thread (group, component, lane) as in sum_partials; gated ones take gate and up together.
+template <int kThreads, int kGroups, bool kGated>
+struct Output {
+  static constexpr int kCount = kGroups * (kGated ? 64 : 128), kTurns = (kCount + kThreads - 1) / kThreads;
+  float scale = 1.f;    // what sums of the thread's row are still to be multiplied by
+  float before[kTurns]; // what is added: on its way while the tile is multiplied
 
-// kPieces a warp, all of B in registers.
-template <int kThreads, int kPieces, bool kNorm, bool kGated>
-__global__ void __launch_bounds__(kThreads, kNorm && kThreads > 384 ? 1 : 2) project(Projection p) {
-  constexpr int kWarps = kThreads / 32;
-  extern __shared__ uint4 ring_memory[];
-  __shared__ float red[2][4 * kThreads];
-  __shared__ float partial[kWarps * kRows];
+  struct Place {
+    int group, which, lane, out;
+    size_t to;
+    bool live;
+  };
+  __device__ __forceinline__ Place place(const Projection &p, const TileRows<kGated> &rows, int tile, int turn) {
+    Place v;
+    const int at = threadIdx.x + turn * kThreads;
+    v.group = at / (kGated ? 64 : 128), v.which = at >> 5 & (kGated ? 1 : 3), v.lane = at & 31;
+    const int row = (blockIdx.y * kGroups + v.group) * kRows + 2 * (v.lane & 3) + (v.which & 1);
+    v.out = rows.top(tile, v.lane >> 2) + (v.which & 2 ? 8 : 0);
+    v.to = static_cast<size_t>(row) * p.outputs + v.out;
+    v.live = at < kCount && row < p.rows && v.out < rows.last;
+    return v;
+  }
+  __device__ __forceinline__ void fetch(const Projection &p, const TileRows<kGated> &rows, int tile) {
+    if constexpr (!kGated) {
+      if (!p.residual) return;
+#pragma unroll
+      for (int turn = 0; turn < kTurns; turn++) {
+        const Place v = place(p, rows, tile, turn);
+        before[turn] = v.live ? load_bf16(p.residual + v.to) : 0.f;
+      }
+    }
+  }
+  __device__ __forceinline__ void store(const Projection &p, const TileRows<kGated> &rows, int tile, const float (*red)[4 * kThreads]) {
+#pragma unroll
+    for (int turn = 0; turn < kTurns; turn++) {
+      const Place v = place(p, rows, tile, turn);
+      if (!v.live) continue;
+      float y = scale * sum_partials<kThreads>(red[v.group], v.which, v.lane);
+      if constexpr (kGated) {
+        y = silu(y) * scale * sum_partials<kThreads>(red[v.group], v.which + 2, v.lane);
+      } else {
+        if (p.bias) y += __bfloat162float(p.bias[v.out]);
+        if (p.residual) y += before[turn];
+      }
+      p.y[v.to] = __float2bfloat16(y);
+    }
+  }
+};
+
+// Pieces of a warp's slice that are in registers at a time; slices above 8 pieces are an even number of them.
+__host__ __device__ constexpr int depth_of(int pieces) {
+  if (pieces <= 8) return pieces;
+  for (int depth = 8; depth > 3; depth--)
+    if (pieces % depth == 0) return depth;
+  return 2;
+}
+// Blocks of a multiprocessor: together they fill its registers.
+__host__ __device__ constexpr int resident(int threads) { return threads <= 256 ? 2 : 1; }
+
+// kPieces a warp, all of B at hand.
+template <int kThreads, int kPieces, int kGroups, bool kNorm, bool kGated>
+__global__ void __launch_bounds__(kThreads, resident(kThreads)) project(Projection p) {
+  extern __shared__ uint4 operand_memory[];
+  __shared__ float red[2][kGroups][4 * kThreads];
+  __shared__ float partial[kGroups * (kThreads / 32) * kRows];
   __shared__ uint4 gains[kNorm ? kThreads / 8 * kPieces : 1];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2;
-  const int column = warp * kPieces * kPiece + (lane & 3) * 8, row = blockIdx.y * kRows + g;
+  const int column = warp * kPieces * kPiece + (lane & 3) * 8;
   const TileRows<kGated> rows(p.outputs);
-  auto aim = [&](int tile, const bf16 *&top, const bf16 *&bottom, bool &has_top, bool &has_bottom) {
-    const int out = rows.top(tile, g);
-    has_top = out < rows.last;
-    has_bottom = kGated ? has_top : out + 8 < rows.last;
-    top = p.weight + static_cast<size_t>(out) * p.columns + column;
-    bottom = top + static_cast<size_t>(kGated ? p.outputs : 8) * p.columns;
-  };
-  Stream<kThreads, kPieces, decltype(aim)> stream(ring_memory, aim, rows.tiles());
+  const bf16 *const weight = p.weight + column;
+  const bf16 *top = weight + static_cast<size_t>(rows.row(0, g)) * p.columns;
+  const bf16 *bottom = weight + static_cast<size_t>(rows.below(0, g, p.outputs)) * p.columns;
+  Tile<kPieces> tile;
+  tile.fetch(top, bottom);
   if (kNorm)
 #pragma unroll 1
     for (int i = threadIdx.x; i < p.columns / 8; i += kThreads) gains[i] = load_weights(p.gamma + i * 8);
+  Operand<kThreads, kPieces, kGroups> b(operand_memory);
+  Output<kThreads, kGroups, kGated> output;
+  if (kNorm) __syncthreads();
   wait_for_predecessor();
   launch_dependents();
-  uint4 b[kPieces];
-  load_group(b, p.x + static_cast<size_t>(row) * p.stride + column, row < p.rows);
-  if (kNorm) {
-    __syncthreads();
-    norm_group<kWarps>(b, reinterpret_cast<const bf16 *>(gains) + column, partial, p.columns, p.eps);
-  }
+  b.template load<kNorm>(p.x + column, p.stride, blockIdx.y * kGroups * kRows, p.rows, reinterpret_cast<const bf16 *>(gains) + column, partial,
+                         p.columns, p.eps);
+  const int tiles = rows.tiles();
 #pragma unroll 1
-  for (int tile = 0; tile < rows.tiles(); tile++) {
-    store_partial<kThreads>(red[tile & 1], stream.multiply(b));
+  for (int at = 0; at < tiles; at++) {
+    output.fetch(p, rows, at);
+    const int next = min(at + 1, tiles - 1);
+    top = weight + static_cast<size_t>(rows.row(next, g)) * p.columns;
+    bottom = weight + static_cast<size_t>(rows.below(next, g, p.outputs)) * p.columns;
+    float4 c[kGroups];
+    multiply(tile, b, c, [&](int, int i) {
+      if (at + 1 < tiles) tile.fetch(i, top, bottom);
+    });
+#pragma unroll
+    for (int group = 0; group < kGroups; group++) store_partial<kThreads>(red[at & 1][group], c[group]);
     __syncthreads();
-    store_tile<kThreads>(p, rows, tile, red[tile & 1]);
+    output.store(p, rows, at, red[at & 1]);
   }
 }
 
@@ -106,102 +151,100 @@ __device__ __forceinline__ uint4 gained(const uint4 &x, const uint4 &gains, floa
   return out;
 }
 
-// Long rows (columns a multiple of 512): the activations pass through the ring too, a piece of theirs beside one of the
-// weights'. Weights are fetched before the wait, activations after it. A norm's gains lie behind the ring.
-constexpr size_t kLongRing = static_cast<size_t>(4) * 3 * 16 * 512;
-template <bool kNorm, bool kGated>
-__global__ void __launch_bounds__(512, 2) project_long(Projection p) {
-  constexpr int kThreads = 512, kUnits = 4;
-  extern __shared__ uint4 ring_memory[];
-  __shared__ float red[2][4 * kThreads];
-  __shared__ float squares[kThreads / 32][kRows];
-  uint4 *const ring = ring_memory + threadIdx.x, *const gains = ring_memory + kLongRing / 16;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, pieces = p.columns / 512;
+// Long rows (columns a multiple of 512), kDepth pieces of a warp's slice at a time: the activations pass through registers
+// beside the weights, and take a norm's gains on their way. Weights are fetched before the wait, activations after it.
+template <int kDepth, bool kNorm, bool kGated>
+__global__ void __launch_bounds__(256, 2) project_long(Projection p) {
+  extern __shared__ uint4 gains[]; // [columns], where there is a norm
+  __shared__ float red[2][1][4 * 256];
+  __shared__ float squares[8][kRows];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, pieces = p.columns / 256, parts = pieces / kDepth;
   const int column = warp * pieces * kPiece + (lane & 3) * 8, row = blockIdx.y * kRows + g;
   const TileRows<kGated> rows(p.outputs);
-  const int units = rows.tiles() * pieces;
   const bool live = row < p.rows;
-  const bf16 *const x = p.x + static_cast<size_t>(live ? row : 0) * p.stride + column;
-  auto weights = [&](int unit) {
-    if (unit >= units) return;
-    const int out = rows.top(unit / pieces, g);
-    const bool has_top = out < rows.last, has_bottom = kGated ? has_top : out + 8 < rows.last;
-    const bf16 *from = p.weight + static_cast<size_t>(out) * p.columns + column + unit % pieces * kPiece;
-    uint4 *slot = ring + unit % kUnits * 3 * kThreads;
-    copy_async(slot, from, has_top);
-    copy_async(slot + kThreads, from + static_cast<size_t>(kGated ? p.outputs : 8) * p.columns, has_bottom);
-  };
-  auto activations = [&](int unit) {
-    if (unit < units) copy_async(ring + (unit % kUnits * 3 + 2) * kThreads, x + unit % pieces * kPiece, live);
-  };
+  const bf16 *const x = p.x + static_cast<size_t>(live ? row : 0) * p.stride + column, *const weight = p.weight + column;
+  const int tiles = rows.tiles();
+  const bf16 *top = weight + static_cast<size_t>(rows.row(0, g)) * p.columns;
+  const bf16 *bottom = weight + static_cast<size_t>(rows.below(0, g, p.outputs)) * p.columns;
+  Tile<kDepth> tile;
+  uint4 b[kDepth];
+  tile.fetch(top, bottom);
+  if (kNorm) {
 #pragma unroll 1
-  for (int u = 0; u < kUnits; u++) {
-    weights(u);
-    commit_copies();
+    for (int i = threadIdx.x; i < p.columns / 8; i += 256) gains[i] = load_weights(p.gamma + i * 8);
+    __syncthreads();
   }
-  if (kNorm)
-#pragma unroll 1
-    for (int i = threadIdx.x; i < p.columns / 8; i += kThreads) gains[i] = load_weights(p.gamma + i * 8);
+  Output<256, 1, kGated> output;
   wait_for_predecessor();
   launch_dependents();
+  load_group(b, x, live);
 #pragma unroll 1
-  for (int u = 0; u < kUnits; u++) {
-    activations(u);
-    commit_copies();
-  }
-  if (kNorm) __syncthreads();
-  float scale = 1.f;
-  int unit = 0;
-#pragma unroll 1
-  for (int tile = 0; tile < rows.tiles(); tile++) {
-    float4 c = make_float4(0.f, 0.f, 0.f, 0.f);
+  for (int at = 0; at < tiles; at++) {
+    output.fetch(p, rows, at);
+    float4 c = make_float4(0.f, 0.f, 0.f, 0.f), odd = c;
     float sum = 0.f;
 #pragma unroll 1
-    for (int part = 0; part < pieces; part++, unit++) {
-      wait_copies<kUnits - 1>();
-      const uint4 *slot = ring + unit % kUnits * 3 * kThreads;
-      const uint4 x = kNorm ? gained(slot[2 * kThreads], gains[column / 8 + part * (kPiece / 8)], sum) : slot[2 * kThreads];
-      mma_piece(c, slot[0], slot[kThreads], x);
-      weights(unit + kUnits);
-      activations(unit + kUnits);
-      commit_copies();
+    for (int part = 0; part < parts; part++) {
+      const bool last = part + 1 == parts, more = !last || at + 1 < tiles;
+      const int ahead = last ? 0 : (part + 1) * kDepth * kPiece;
+      if (last) {
+        const int next = min(at + 1, tiles - 1);
+        top = weight + static_cast<size_t>(rows.row(next, g)) * p.columns;
+        bottom = weight + static_cast<size_t>(rows.below(next, g, p.outputs)) * p.columns;
+      }
+#pragma unroll
+      for (int i = 0; i < kDepth; i++) {
+        const uint4 v = kNorm ? gained(b[i], gains[column / 8 + (part * kDepth + i) * (kPiece / 8)], sum) : b[i];
+        mma(c, tile.top[i].x, tile.bottom[i].x, tile.top[i].y, tile.bottom[i].y, v.x, v.y);
+        mma(odd, tile.top[i].z, tile.bottom[i].z, tile.top[i].w, tile.bottom[i].w, v.z, v.w);
+        if (more) {
+          tile.fetch(i, top + ahead, bottom + ahead);
+          b[i] = live ? load_rows(x + ahead + i * kPiece) : make_uint4(0, 0, 0, 0);
+        }
+      }
     }
-    store_partial<kThreads>(red[tile & 1], c);
-    if (kNorm && tile == 0) {
+    store_partial<256>(red[at & 1][0], add(c, odd));
+    if (kNorm && at == 0) {
       sum += __shfl_xor_sync(kAll, sum, 1);
       sum += __shfl_xor_sync(kAll, sum, 2);
       if ((lane & 3) == 0) squares[warp][g] = sum;
     }
     __syncthreads();
-    if (kNorm && tile == 0) { // of the row whose sums this thread adds
+    if (kNorm && at == 0) { // of the row whose sums this thread adds
       float total = 0.f;
 #pragma unroll
-      for (int w = 0; w < kThreads / 32; w++) total += squares[w][2 * (lane & 3) + (warp & 1)];
-      scale = rsqrtf(total / p.columns + p.eps);
+      for (int w = 0; w < 8; w++) total += squares[w][2 * (lane & 3) + (warp & 1)];
+      output.scale = rsqrtf(total / p.columns + p.eps);
     }
-    store_tile<kThreads>(p, rows, tile, red[tile & 1], scale);
+    output.store(p, rows, at, red[at & 1]);
   }
 }
 
-// Number of blocks that divides `outputs` rows best over `blocks` multiprocessors: whole tiles where they all fit at once.
+// Number of blocks that divides `outputs` rows best over `blocks` places: whole tiles where they all fit at once.
 inline int grid_of(int outputs, int blocks, int step) {
   const int tiles = (outputs + step - 1) / step;
   return tiles < blocks ? tiles : blocks;
 }
 
-struct Nowhere {
-  __device__ void operator()(int, const bf16 *&, const bf16 *&, bool &, bool &) const {}
-};
-// Bytes of a stream's ring.
-template <int kThreads, int kPieces>
-constexpr size_t kRingBytes = Stream<kThreads, kPieces, Nowhere>::kBytes;
+template <int kThreads, int kPieces, int kGroups, bool kGated>
+inline cudaError_t launch_groups(const Projection &p, int multiprocessors, cudaStream_t stream) {
+  const dim3 grid(grid_of(p.outputs, multiprocessors * resident(kThreads), kGated ? 8 : 16), (p.rows + kRows * kGroups - 1) / (kRows * kGroups));
+  constexpr size_t shared = Operand<kThreads, kPieces, kGroups>::kBytes;
+  if (p.gamma) return launch(project<kThreads, kPieces, kGroups, true, kGated>, grid, kThreads, shared, stream, 1, p);
+  return launch(project<kThreads, kPieces, kGroups, false, kGated>, grid, kThreads, shared, stream, 1, p);
+}
 
 template <int kThreads, int kPieces, bool kGated>
-inline cudaError_t launch_project(const Projection &p, int blocks, cudaStream_t stream) {
-  const dim3 grid(grid_of(p.outputs, blocks, kGated ? 8 : 16), (p.rows + kRows - 1) / kRows);
-  constexpr size_t ring = kRingBytes<kThreads, kPieces>;
-  if (p.gamma) return launch(project<kThreads, kPieces, true, kGated>, grid, kThreads, ring, stream, 1, p);
-  return launch(project<kThreads, kPieces, false, kGated>, grid, kThreads, ring, stream, 1, p);
+inline cudaError_t launch_project(const Projection &p, int multiprocessors, cudaStream_t stream) {
+  return p.rows <= kRows ? launch_groups<kThreads, kPieces, 1, kGated>(p, multiprocessors, stream)
+                         : launch_groups<kThreads, kPieces, 2, kGated>(p, multiprocessors, stream);
+}
+
+template <int kDepth, bool kGated>
+inline cudaError_t launch_long(const Projection &p, int multiprocessors, cudaStream_t stream) {
+  const dim3 grid(grid_of(p.outputs, multiprocessors * 2, kGated ? 8 : 16), (p.rows + kRows - 1) / kRows);
+  if (p.gamma) return launch(project_long<kDepth, true, kGated>, grid, 256, static_cast<size_t>(p.columns) * 2, stream, 1, p);
+  return launch(project_long<kDepth, false, kGated>, grid, 256, 0, stream, 1, p);
 }
 
 template <bool kGated>
@@ -220,11 +263,15 @@ inline cudaError_t project_rows(const Projection &p, int blocks, cudaStream_t st
   case 4096: return launch_project<512, 8, kGated>(p, blocks, stream);
   default: break;
   }
-  const dim3 grid(grid_of(p.outputs, blocks, kGated ? 8 : 16), (p.rows + kRows - 1) / kRows);
   if (p.columns % 512) return cudaErrorInvalidValue;
-  const size_t gains = static_cast<size_t>(p.columns) * 2;
-  if (p.gamma) return launch(project_long<true, kGated>, grid, 512, kLongRing + gains, stream, 1, p);
-  return launch(project_long<false, kGated>, grid, 512, kLongRing, stream, 1, p);
+  switch (depth_of(p.columns / 256)) {
+  case 8: return launch_long<8, kGated>(p, blocks, stream);
+  case 7: return launch_long<7, kGated>(p, blocks, stream);
+  case 6: return launch_long<6, kGated>(p, blocks, stream);
+  case 5: return launch_long<5, kGated>(p, blocks, stream);
+  case 4: return launch_long<4, kGated>(p, blocks, stream);
+  default: return launch_long<2, kGated>(p, blocks, stream);
+  }
 }
 
 } // namespace eagle3

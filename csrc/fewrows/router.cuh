@@ -14,6 +14,13 @@ constexpr int kRouted = 512; // experts at most
 
 enum Score { kSoftmax, kSigmoid, kLogits }; // as kernels.routing.SCORES
 
+struct Nowhere {
+  __device__ void operator()(int, const bf16 *&, const bf16 *&, bool &, bool &) const {}
+};
+// Bytes of a stream's ring.
+template <int kThreads, int kPieces>
+constexpr size_t kRingBytes = Stream<kThreads, kPieces, Nowhere>::kBytes;
+
 struct Router {
   const bf16 *x;           // [rows, columns] residual stream
   const bf16 *gamma;       // [columns] or null: x comes normed
