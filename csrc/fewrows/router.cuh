@@ -20,6 +20,7 @@ struct Nowhere {
 // Bytes of a stream's ring.
 template <int kThreads, int kPieces>
 constexpr size_t kRingBytes = Stream<kThreads, kPieces, Nowhere>::kBytes;
+constexpr size_t kLongRing = static_cast<size_t>(4) * 3 * 16 * 512; // of long rows: activations beside the weights
 
 struct Router {
   const bf16 *x;           // [rows, columns] residual stream
@@ -292,7 +293,8 @@ __global__ void __launch_bounds__(kThreads, 1) route(Router p) {
   finish<kThreads>(p, ring_memory);
 }
 
-// The same for long rows, as project_long: gains on the way through the ring, the rows' own factors with the sums.
+// The same for long rows: activations pass through the ring beside the weights and take their gains on the way, as in
+// project_long; the rows' own factors come with the sums.
 __global__ void __launch_bounds__(512, 1) route_long(Router p) {
   constexpr int kThreads = 512, kUnits = 4;
   extern __shared__ uint4 ring_memory[];
