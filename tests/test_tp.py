@@ -7,14 +7,15 @@ import re
 import pytest
 import torch
 from families import VARIANTS, checkpoint
-from latent_toys import deepseek
+from latent_toys import KIMI, deepseek, deepseek_config, deepseek_tensors
 from oracles import Replay
+from packers import INT4, int4_tensors, quantised, uneven
 from test_formats import CASES as PACKED
 from test_formats import checkpoints
 from test_formats_mxfp4 import alike
 from test_llama import VARIANTS as LLAMAS
 from test_llama import checkpoint as llama
-from toys import KV_HEADS, V, one_line, pair
+from toys import KV_HEADS, Noise, V, one_line, pair
 
 import weights.checkpoint
 from engine import Refused, Sampling, Shape, loading, spawn
@@ -149,13 +150,21 @@ def normed_sums(size, cases):
     return record(size, cases), len(brought)
 
 
+def kimi(toys):
+    """Experts in INT4 beside a shared one, latent attention."""
+    config = deepseek_config(**KIMI, moe_intermediate_size=64)
+    tensors = uneven(deepseek_tensors(config, Noise(8, gain=1.5)))
+    stored, _ = quantised(tensors, int4_tensors, lambda module: ".mlp.experts." in module)
+    return toys.save({**config, "quantization_config": INT4}, stored)
+
+
 def test_norms_that_come_with_a_sum(toys, tmp_path):
     """The same on two ranks: experts with and without a shared one, of several formats, a dense layer, biases, latent
     attention. Mutants: rows normed twice; the sum where its norm is due, in the experts or the shared one; features
     taken from normed rows; a norm taken from the layer before."""
     tied = toys.history(seed=2, layers=2, mlp_only_layers=[1], tie_word_embeddings=True)
     packed, draft = checkpoints(toys, *PACKED["int4"], moe_intermediate_size=128)[0], toys.random_draft()
-    targets = [packed, deepseek(toys), llama(tmp_path / "llama", LLAMAS["mlp bias"])]
+    targets = [packed, deepseek(toys), kimi(toys), llama(tmp_path / "llama", LLAMAS["mlp bias"])]
     targets += [checkpoint(tmp_path / name, VARIANTS[name]) for name in ("glm groups", "gpt-oss")]
     cut = {"draft_tp": "cut"}
     cases = [(tied, toys.random_draft(layers=2), cut), *((target, draft, cut) for target in targets)]
