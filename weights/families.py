@@ -9,6 +9,26 @@ from weights.keys import expert_groups, full_attention, windows
 from weights.targets import MoeConfig, choices, decoder
 
 
+def opened(raw: dict, where: str, name: str, kind: str) -> Fields:
+    """The fields of a config of architecture `name` and model_type `kind`. Refused: another one."""
+    fields = Fields(raw, where)
+    architecture(fields, (name,))
+    fields.choice("model_type", (kind,))
+    return fields
+
+
+def routed_by_logits(fields: Fields) -> None:
+    """Refused: experts in groups, scaled or scored otherwise, or beside a shared one."""
+    fields.unless("a shared expert", n_shared_experts=0)
+    fields.unless("another routing", n_group=1, routed_scaling_factor=1.0, scoring_func="softmax")
+
+
+def rotated_whole(fields: Fields, common: dict, name: str) -> None:
+    """Refused: RoPE for some of a head's lanes only."""
+    if common["rope"].partial != 1:
+        raise fields.refuse("partial_rotary_factor", f"1.0 or no such key (not supported for {name})")
+
+
 @dataclass(frozen=True, kw_only=True)
 class MixtralConfig(MoeConfig):
     """A Mixtral target: experts in every layer, softmax over all, the chosen weights renormalised; perhaps one window
@@ -18,17 +38,14 @@ class MixtralConfig(MoeConfig):
     def read(cls, raw: dict, where: str, generation: dict | None = None) -> MixtralConfig:
         """From config.json (and generation_config.json for its end ids). Refused: anything that would change the
         arithmetic."""
-        fields = Fields(raw, where)
-        name = architecture(fields, ("MixtralForCausalLM",))
-        fields.choice("model_type", ("mixtral",))
+        name = "MixtralForCausalLM"
+        fields = opened(raw, where, name, "mixtral")
         fields.unless("a bias", attention_bias=False, mlp_bias=False)
-        fields.unless("a shared expert", n_shared_experts=0)
-        fields.unless("another routing", n_group=1, routed_scaling_factor=1.0, scoring_func="softmax")
+        routed_by_logits(fields)
         fields.unless("another routing", norm_topk_prob=True)
         fields.unless("layers of several kinds", layer_types=None, use_sliding_window=None, attention_chunk_size=None)
         common = decoder(fields, raw, generation, eps=1e-5)
-        if common["rope"].partial != 1:
-            raise fields.refuse("partial_rotary_factor", f"1.0 or no such key (not supported for {name})")
+        rotated_whole(fields, common, name)
         return cls(
             architecture=name,
             **common,
@@ -61,9 +78,8 @@ class Glm4MoeConfig(MoeConfig):
     def read(cls, raw: dict, where: str, generation: dict | None = None) -> Glm4MoeConfig:
         """From config.json (and generation_config.json for its end ids). Refused: anything that would change the
         arithmetic."""
-        fields = Fields(raw, where)
-        name = architecture(fields, ("Glm4MoeForCausalLM",))
-        fields.choice("model_type", ("glm4_moe",))
+        name = "Glm4MoeForCausalLM"
+        fields = opened(raw, where, name, "glm4_moe")
         fields.unless("an MLP bias", mlp_bias=False)
         fields.unless("interleaved rotary lanes", rope_interleave=False)
         fields.unless("experts in some layers only", moe_layer_freq=1)
@@ -104,17 +120,14 @@ class GptOssConfig(MoeConfig):
     def read(cls, raw: dict, where: str, generation: dict | None = None) -> GptOssConfig:
         """From config.json (and generation_config.json for its end ids). Refused: anything that would change the
         arithmetic."""
-        fields = Fields(raw, where)
-        name = architecture(fields, ("GptOssForCausalLM",))
-        fields.choice("model_type", ("gpt_oss",))
-        fields.unless("a shared expert", n_shared_experts=0)
-        fields.unless("another routing", n_group=1, routed_scaling_factor=1.0, scoring_func="softmax")
+        name = "GptOssForCausalLM"
+        fields = opened(raw, where, name, "gpt_oss")
+        routed_by_logits(fields)
         fields.choice("swiglu_limit", (7.0,), 7.0)
         fields.choice("swiglu_alpha", (1.702,), 1.702)
         common = decoder(fields, raw, generation, eps=1e-5)
         layers, bias = common["layers"], fields.bool("attention_bias", True)
-        if common["rope"].partial != 1:
-            raise fields.refuse("partial_rotary_factor", f"1.0 or no such key (not supported for {name})")
+        rotated_whole(fields, common, name)
         if not fields.has("layer_types"):  # the model's own default
             turns = ("sliding_attention", "full_attention")
             fields = Fields({**raw, "layer_types": [turns[i % 2] for i in range(layers)]}, where)
