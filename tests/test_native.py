@@ -124,8 +124,12 @@ def packed_mxfp4(make, n, hidden, experts, width, top_k):
 
 @pytest.mark.parametrize("sizes", MXFP4, ids=str)
 def test_mxfp4_experts_at_real_sizes(table, sizes):
-    """Kills gate and up rows taken apart wrongly, groups past the last column that count, biases of another expert."""
-    compare(table, "experts_mxfp4", str(sizes), packed_mxfp4(Quick(), *sizes), B16)
+    """Kills gate and up rows taken apart wrongly, groups past the last column that count, biases of another expert,
+    powers of two that overflow on the way."""
+    arguments = packed_mxfp4(Quick(), *sizes)
+    compare(table, "experts_mxfp4", str(sizes), arguments, B16)
+    arguments[4][:, ::7, ::3], arguments[7][:, ::5, ::2] = 131, 0
+    compare(table, "experts_mxfp4", f"{sizes}, large and small", arguments, B16)
 
 
 @pytest.mark.parametrize("sizes", INT4, ids=str)

@@ -28,24 +28,34 @@ struct Fp4Experts {
 };
 
 // A word of codes and the factor of its group (twice) -> a row's A operands, as `decode` orders them. Sign, exponent and
-// mantissa fall into bf16's places; 2^126 brings the exponents up, subnormals too.
+// mantissa fall into bf16's places, 2^126 too low, subnormals too; the factor brings the exponents up.
 __device__ __forceinline__ uint4 decode_fp4(uint32_t word, __nv_bfloat162 factor) {
-  const uint32_t raise_bits = 0x7e807e80u; // 2^126, twice
-  const __nv_bfloat162 raise = *reinterpret_cast<const __nv_bfloat162 *>(&raise_bits);
   uint4 out;
   uint32_t *o = reinterpret_cast<uint32_t *>(&out);
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const uint32_t magnitude = 4 * i < 6 ? word << (4 * i < 6 ? 6 - 4 * i : 0) : word >> (4 * i < 6 ? 0 : 4 * i - 6);
     const uint32_t bits = (magnitude & 0x01c001c0u) | (word << (12 - 4 * i) & 0x80008000u);
-    const __nv_bfloat162 value = __hmul2(__hmul2(*reinterpret_cast<const __nv_bfloat162 *>(&bits), raise), factor);
+    const __nv_bfloat162 value = __hmul2(*reinterpret_cast<const __nv_bfloat162 *>(&bits), factor);
     o[i] = *reinterpret_cast<const uint32_t *>(&value);
   }
   return out;
 }
-__device__ __forceinline__ __nv_bfloat162 power(uint32_t stored) {
-  const uint32_t bits = stored == 0 ? 0x00400040u : stored << 7 | stored << 23; // 2^-127 is no normal number
+// 2^126 times the power of two that is stored, 2^127 at most, and what is left of it (1 but for powers that no weight needs).
+__device__ __forceinline__ __nv_bfloat162 twice(uint32_t exponent) {
+  const uint32_t bits = exponent << 7 | exponent << 23;
   return *reinterpret_cast<const __nv_bfloat162 *>(&bits);
+}
+constexpr uint32_t kFp4Most = 128; // stored
+__device__ __forceinline__ __nv_bfloat162 raised_power(uint32_t stored) { return twice(min(stored, kFp4Most) + 126); }
+__device__ __forceinline__ void enlarge(uint4 &a, uint32_t stored) {
+  const __nv_bfloat162 rest = twice(max(stored, kFp4Most) - kFp4Most + 127);
+  uint32_t *v = reinterpret_cast<uint32_t *>(&a);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const __nv_bfloat162 value = __hmul2(*reinterpret_cast<const __nv_bfloat162 *>(&v[i]), rest);
+    v[i] = *reinterpret_cast<const uint32_t *>(&value);
+  }
 }
 
 __device__ __forceinline__ uint4 *fp4_codes(char *unit, int span, int half) {
@@ -82,10 +92,15 @@ __device__ __forceinline__ void fp4_multiply(float4 &c, char *unit, int left, co
     const uint4 top = *fp4_codes(unit, span, 0), bottom = *fp4_codes(unit, span, 1);
     const uint32_t *tops = reinterpret_cast<const uint32_t *>(&top), *bottoms = reinterpret_cast<const uint32_t *>(&bottom);
     const bool there = span * 4 + t < left; // past a row's last group lie another row's scales
-    const __nv_bfloat162 first = power(there ? high_scale[span * 4] : 0), second = power(there ? low_scale[span * 4] : 0);
+    const uint32_t high_stored = there ? high_scale[span * 4] : 0, low_stored = there ? low_scale[span * 4] : 0;
+    const __nv_bfloat162 first = raised_power(high_stored), second = raised_power(low_stored);
+    const bool large = __any_sync(kAll, max(high_stored, low_stored) > kFp4Most);
 #pragma unroll
-    for (int eight = 0; eight < 4; eight++)
-      mma_piece(c, decode_fp4(tops[eight], first), decode_fp4(bottoms[eight], second), b[span * 4 + eight]);
+    for (int eight = 0; eight < 4; eight++) {
+      uint4 high_rows = decode_fp4(tops[eight], first), low_rows = decode_fp4(bottoms[eight], second);
+      if (large) enlarge(high_rows, high_stored), enlarge(low_rows, low_stored);
+      mma_piece(c, high_rows, low_rows, b[span * 4 + eight]);
+    }
   }
 }
 
