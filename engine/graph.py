@@ -3,6 +3,8 @@
 On the CPU, or with graphs off, the same program runs eagerly and the entry says why.
 """
 
+import contextlib
+import gc
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +40,19 @@ class Entry:
             "replays": self.replays,
             "eager": self.eager,
         }
+
+
+@contextlib.contextmanager
+def uncollected():
+    """Garbage is collected before the block and not in it: destroying a graph during a capture ends the capture."""
+    gc.collect()
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 class Graphs:
@@ -100,7 +115,7 @@ class Graphs:
         torch.cuda.current_stream().wait_stream(side)
         program.state.restore(kept)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        with uncollected(), torch.cuda.graph(graph, pool=self.pool):
             program.run(stages)
         torch.cuda.synchronize()
         self.capture_ms += (time.perf_counter() - began) * 1e3

@@ -1,6 +1,7 @@
 """The cycle: no host and static shapes in any stage, stages that speak only through State and Tree, and
 the counts of scripted accept patterns."""
 
+import gc
 import math
 import random
 from dataclasses import fields, replace
@@ -16,6 +17,7 @@ from engine import Sampling, Shape, loading
 from engine.buffers import State, Tree
 from engine.cache import Cache
 from engine.cycle import CatchUp, Cycle
+from engine.graph import uncollected
 from kernels import REFERENCE
 from weights.capture import boundaries
 
@@ -301,3 +303,27 @@ def test_counts_of_a_scripted_pattern(toys, shape):
     plain = engine.generate(prompt, Sampling(max_new_tokens=5), shape=PLAIN).stats
     assert (plain["emitted_per_cycle"], plain["accept_length"]) == ([1] * 4, 1.0)
     assert (plain["accept_rate"], plain["accept_length_drafts"]) == (None, None)
+
+
+def test_nothing_is_collected_during_a_capture():
+    """What is garbage before a capture goes before it, what becomes garbage in it goes after it, also after an error.
+    Mutants: a collection in the middle of a capture, which destroys an older graph there; the collector left off."""
+    gone = []
+
+    class Knot:
+        def __init__(self, name):
+            self.own, self.name = self, name
+
+        def __del__(self):
+            gone.append(self.name)
+
+    gc.collect()
+    Knot("before")
+    with pytest.raises(ZeroDivisionError), uncollected():
+        assert gone == ["before"]
+        Knot("inside")
+        kept = [[] for _ in range(100_000)]
+        assert gone == ["before"] and len(kept) and 1 / 0
+    assert gc.isenabled()
+    gc.collect()
+    assert gone == ["before", "inside"]

@@ -15,7 +15,7 @@
 namespace eagle3 {
 
 constexpr int kTile = 64, kRanks = 8, kWarps = 4, kSlice = kTile / kWarps, kVectors = 16; // of a block: rows times heads
-constexpr int kStages = 1; // tiles in flight: little enough that the next projection's blocks fit beside these
+constexpr int kShort = 2 * kRanks * kTile; // positions of a table that need no second tile in flight
 
 struct Attention {
   const bf16 *projected;    // [B * T, (heads + 2 * groups) * Dh]
@@ -164,8 +164,9 @@ struct Fold {
   }
 };
 
-// Cluster (x / 8 = group of heads, y = tile of 16 / kShare rows, z = sequence). kShare heads a group; kHalf: see turn.
-template <int kWidth, int kShare, int kHalf>
+// Cluster (x / 8 = group of heads, y = tile of 16 / kShare rows, z = sequence). kShare heads a group; kHalf: see turn;
+// kStages tiles of positions in flight: bits do not hang on them.
+template <int kWidth, int kShare, int kHalf, int kStages>
 __global__ void __launch_bounds__(kWarps * 32) attend(Attention p) {
   using P = Plane<kWidth>;
   constexpr int kBlock = kVectors / kShare, kMany = kWidth / 32;
@@ -405,7 +406,9 @@ __global__ void __launch_bounds__(kWarps * 32) attend(Attention p) {
 template <int kWidth, int kShare, int kHalf>
 inline cudaError_t launch_attend(const Attention &p, int batch, cudaStream_t stream) {
   const dim3 grid(kRanks * p.groups, (p.t + kVectors / kShare - 1) / (kVectors / kShare), batch);
-  return launch(attend<kWidth, kShare, kHalf>, grid, kWarps * 32, Plane<kWidth>::bytes(kStages), stream, kRanks, p);
+  if (p.columns * p.page <= kShort) // less shared memory: more fits beside it
+    return launch(attend<kWidth, kShare, kHalf, 1>, grid, kWarps * 32, Plane<kWidth>::bytes(1), stream, kRanks, p);
+  return launch(attend<kWidth, kShare, kHalf, 2>, grid, kWarps * 32, Plane<kWidth>::bytes(2), stream, kRanks, p);
 }
 
 template <int kWidth, int kHalf>
