@@ -155,7 +155,8 @@ def measured(o, engine: Engine, prompts: list[list[int]], read: list[float], kee
         stages.warm(engine, prompts, shapes)
         timed = stages.stamped(engine, prompts, tokens, shapes, o.rounds, bar)
         stages.unstamped(engine, prompts, tokens, shapes, timed)
-        sums = [] if parts.tp.size == 1 else collectives.of_a_pass(parts, sorted({s.draft_tokens for s in shapes}))
+        rows = sorted({s.draft_tokens for s in shapes}) if o.tp > 1 else []  # a slice leaves its sums out
+        sums = collectives.of_a_pass(parts, rows)
         speed, size = results.quantile(read, 0.5), Bytes.of(target, drafter, parts.dtype)
         chains = [chain(n) for n in o.rows]
         traffic = stages.Traffic(size, {}, length + tokens // 2, speed, o.batch)

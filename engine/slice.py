@@ -16,6 +16,10 @@ class Apart:
         """This rank's part of a sum, + residual."""
         return x if residual is None else x + residual
 
+    def sum_and_norm(self, x, residual, weight, eps):
+        """`sum`, and None: no norm comes with it."""
+        return self.sum(x, residual), None
+
     def gather(self, x):
         """x in the place of all ranks' -> [size, *x.shape]."""
         return x.expand(self.size, *x.shape)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from toys import draft_config, target_config
 
-from bench import collectives, failures, lockstep, startup
+from bench import collectives, failures, lockstep, startup, verify_vs_draft
+from engine import Engine
 
 
 def test_collectives(tmp_path, capsys):
@@ -18,6 +19,27 @@ def test_collectives(tmp_path, capsys):
     said, names = capsys.readouterr().out, {figure["name"] for figure in json.loads(file.read_text())["figures"]}
     assert "ordered+norm [as found].3x64" in names and len(names) == 12
     assert said.count("is the fastest") == 4 and "makes 96 of them" in said and "sums: gloo" in said
+
+
+@pytest.mark.parametrize("ranks, sums", [("--tp", {"sums.1", "sums.4"}), ("--tp-slice", set())])
+def test_sums_of_a_pass(tmp_path, ranks, sums):
+    """Measured among ranks; one rank alone has none. Mutants: additions of a slice that pass for its sums; ranks whose
+    sums are left out."""
+    (tmp_path / "t.json").write_text(json.dumps({"target": target_config(layers=3)}))
+    (tmp_path / "d.json").write_text(json.dumps({"draft": draft_config(layers=3, draft_vocab=32)}))
+    words = f"--random {tmp_path}/t.json --draft random:{tmp_path}/d.json {ranks} 2 --device cpu --context 20"
+    words += f" --rows 1 4 --shapes 3-1-4 --rounds 1 --repeats 1 --tokens 8 --json {tmp_path}/run.json"
+    assert verify_vs_draft.main(words.split()) == 0
+    names = {figure["name"] for figure in json.loads((tmp_path / "run.json").read_text())["figures"]}
+    assert {name for name in names if name.startswith("sums.")} == sums and {"plain", "cycle.3-1-4"} <= names
+
+
+def test_sums_of_a_slice(tmp_path):
+    """Mutant: links of one rank alone that lack what other links have."""
+    (tmp_path / "t.json").write_text(json.dumps({"target": target_config(layers=3)}))
+    parts = Engine.load(random=str(tmp_path / "t.json"), tp_slice=2, device="cpu", max_context=64, max_batch=1).parts
+    found = collectives.of_a_pass(parts, [1, 4])
+    assert [figure.name for figure in found] == ["sums.1", "sums.4"] and "left out" in found[0].note
 
 
 @pytest.mark.parametrize("setting", ["PROTO=LL", "NCCL_PROTO"])

@@ -1,6 +1,7 @@
 """What carries sums over ranks, and what is chosen by its cost: the library's sums are those of the reference whatever
 the row count, peer memory is left where it cannot serve, and a draft is cut where that is faster. No GPU."""
 
+import inspect
 from dataclasses import dataclass
 
 import pytest
@@ -9,10 +10,22 @@ from toys import V as VOCABULARY
 from toys import pair
 
 from engine import links, loading, plan, spawn
+from engine.slice import Apart
 from engine.tp import TP, Library, join
 from kernels import REFERENCE, allreduce, peers
 
 CUDA, B16 = torch.device("cuda"), torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", [Apart, links.Linked])
+def test_all_links_are_called_alike(kind):
+    """Mutant: a method that one kind of links lacks, or whose arguments have other names there."""
+
+    def calls(kind):
+        own = inspect.getmembers(kind, inspect.isfunction)
+        return {name: str(inspect.signature(function)) for name, function in own if not name.startswith("_")}
+
+    assert calls(kind) == calls(Library) and {"sum", "sum_and_norm", "gather", "check"} <= set(calls(Library))
 
 
 def rows_of(rank, rows, dtype):

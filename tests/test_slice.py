@@ -37,6 +37,8 @@ def test_a_slice_adds_nothing_twice():
     tp, x = Slice.of(4), torch.ones(2, 3)
     assert torch.equal(tp.add(x, lambda carried: carried + 2), 3 * x)
     assert torch.equal(tp.all_reduce(x), x) and tp.all_gather(x).shape == (2, 12)
+    y, normed = tp.links.sum_and_norm(x, 2 * x, x[0], 1e-6)
+    assert torch.equal(y, 3 * x) and normed is None
 
 
 def test_refused(tmp_path):
