@@ -6,7 +6,6 @@ the bytes and their floor at the bandwidth measured in the same run, a fit over 
 
 import argparse
 import sys
-from dataclasses import replace
 
 import torch
 from tqdm import tqdm
@@ -159,11 +158,10 @@ def measured(o, engine: Engine, prompts: list[list[int]], read: list[float], kee
         sums = collectives.of_a_pass(parts, rows)
         speed, size = results.quantile(read, 0.5), Bytes.of(target, drafter, parts.dtype)
         chains = [chain(n) for n in o.rows]
-        traffic = stages.Traffic(size, {}, length + tokens // 2, speed, o.batch)
-        keep([*stages.figures(timed, {}, traffic, chains, drafter is not None), *sums])
         counts = stages.routed(engine, target, prompts, tokens, shapes, bar)
+        traffic = stages.Traffic(size, counts, length + tokens // 2, speed, o.batch)
+        keep([*stages.figures(timed, {}, traffic, chains, drafter is not None), *sums])
         alone = stages.alone(engine, prompts, tokens, shapes, o.repeats, bar)
-    traffic = replace(traffic, counts=counts)
     made = Figure.of
     figures = [
         made("load", "ms", parts.load_ms),
