@@ -275,6 +275,8 @@ def load(options, progress=None, announce=None):
     began = time.perf_counter()
     _sizes(options)
     device = device_of(options.device, options.tp)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # kernels and graphs go to the current device
     dtype, table = dtype_of(options.dtype, device), options.ops or (FUSED if device.type == "cuda" else REFERENCE)
     tp = join(options.tp, device, table.total) if options.tp_slice is None else Slice.of(options.tp_slice)
     judged = tp.together(lambda: _judge(options, device, dtype, tp, announce))

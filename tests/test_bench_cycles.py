@@ -313,10 +313,12 @@ def test_verify_vs_draft_measures_what_it_says(tmp_path, capsys):
 
 
 def test_what_was_measured_is_kept(tmp_path, monkeypatch):
-    """When a later part fails. Mutant: everything is written at the end."""
-    monkeypatch.setattr(verify_vs_draft.stages, "routed", lambda *_: 1 / 0)
+    """When a later part fails, with the floors of the experts that were read. Mutants: everything is written at the end;
+    floors that leave the experts out."""
+    monkeypatch.setattr(verify_vs_draft.stages, "alone", lambda *_: 1 / 0)
     argv = ["--rows", "1", "--rounds", "1", "--tokens", "8", "--context", "24", "--device", "cpu", "--json"]
     with pytest.raises(ZeroDivisionError):
         verify_vs_draft.main([*argv, str(tmp_path / "run.json")])
-    names = {figure["name"] for figure in reading.read(str(tmp_path / "run.json"))["figures"]}
-    assert {"plain", "verify.1", "draft.3-1-4", "cycle.3-1-4"} <= names and "alone.verify.3-1-4" not in names
+    figures = {figure["name"]: figure for figure in reading.read(str(tmp_path / "run.json"))["figures"]}
+    assert {"plain", "verify.1", "draft.3-1-4", "cycle.3-1-4"} <= set(figures)
+    assert "alone.verify.3-1-4" not in figures and figures["verify.1"]["experts"] == 4

@@ -212,3 +212,14 @@ def test_rotary_table(kind, theta):
         want = torch.cat([cos[0, :, :32], sin[0, :, :32]], 1)
         # their angles are products in fp32, good to 700 * 2^-24 turns
         torch.testing.assert_close(table, want, atol=1e-4, rtol=1e-4)
+
+
+def test_a_named_gpu_becomes_the_current_one(monkeypatch):
+    """Kernels and graphs go to the current device. Mutant: a single rank on cuda:1 that launches on cuda:0."""
+    seen = []
+    monkeypatch.setattr(loading, "device_of", lambda *_: torch.device("cuda:1"))
+    monkeypatch.setattr(loading, "join", lambda *_: 1 / 0)
+    monkeypatch.setattr(torch.cuda, "set_device", seen.append)
+    with pytest.raises(ZeroDivisionError):
+        loading.load(loading.Options(random="qwen3-30b-a3b"))
+    assert seen == [torch.device("cuda:1")]
