@@ -313,8 +313,8 @@ def test_verify_vs_draft_measures_what_it_says(tmp_path, capsys):
 
 
 def test_what_was_measured_is_kept(tmp_path, monkeypatch):
-    """When a later part fails, with the floors of the experts that were read. Mutants: everything is written at the end;
-    floors that leave the experts out."""
+    """When a later part fails, with the floors of the experts that were read. Mutants: everything is written at the
+    end; floors that leave the experts out."""
     monkeypatch.setattr(verify_vs_draft.stages, "alone", lambda *_: 1 / 0)
     argv = ["--rows", "1", "--rounds", "1", "--tokens", "8", "--context", "24", "--device", "cpu", "--json"]
     with pytest.raises(ZeroDivisionError):
