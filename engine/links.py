@@ -20,9 +20,8 @@ class Linked(Library):
     def __init__(self, library, links):
         vars(self).update(vars(library))
         self.library, self.links = library, links
-        self.name = (
-            f"one-shot over peer memory, two-shot above {peers.ONE_SHOT} rows; beyond {links.rows} {library.name}"
-        )
+        two = f"two-shot above {peers.ONE_SHOT} rows or, with a norm, {peers.NORMED} elements"
+        self.name = f"one-shot over peer memory, {two}; beyond {links.rows} rows {library.name}"
 
     def sum(self, x, residual=None):
         """Sum over ranks of x [N, D], + residual [N, D]."""

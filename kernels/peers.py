@@ -19,6 +19,10 @@ SIZES = range(2, 9)  # ranks
 ONE_SHOT = 64  # rows up to which everybody sends its rows to everybody
 ROWS = 512  # rows of a sum
 COLUMNS = 8192
+# Elements up to which a sum that makes a norm too goes in one shot. On two H200s (h200x2-collectives.json of
+# bench/results) 4 x 7168 and 16 x 2048 took 4.1 and 3.9 us so, 16 x 7168 took 265 where two shots took 6.0. The cause
+# is not known; between these sizes nothing was measured.
+NORMED = 32_768
 PATIENCE = 120.0  # seconds: other ranks may still be compiling kernels
 HANDLE = 64  # bytes of a cudaIpcMemHandle_t
 LANES, PER = 32, 8  # of a warp, columns of a lane
@@ -61,6 +65,13 @@ def _tree(x):
     while x.shape[-1] > 1:
         x = x[..., : x.shape[-1] // 2] + x[..., x.shape[-1] // 2 :]
     return x[..., 0]
+
+
+def shots(size, rows, columns, norm):
+    """1 where a sum of `size` ranks sends its rows to everybody, 2 where to one rank that adds them up and sends sums;
+    norm: whether it makes that too. The bits are the same: a matter of time alone, it may depend on the row count."""
+    few = rows <= ONE_SHOT and (not norm or rows * columns <= NORMED)
+    return 1 if few or rows < size else 2
 
 
 class Peers:
@@ -174,8 +185,8 @@ class Peers:
         """The twin of `reference`: x [N, D] of this rank -> y, normed or None.
 
         gamma: a weight; it is read while the launch before this one may still run.
-        two_shots: send each row to one rank that adds it up, rather than to all; default: above ONE_SHOT rows. The bits
-        are the same.
+        two_shots: send each row to one rank that adds it up, rather than to all; default: as `shots` says. The bits are
+        the same.
         """
         (rows, columns), x = x.shape, x.contiguous()
         y = torch.empty_like(x)
@@ -183,7 +194,8 @@ class Peers:
         residual = None if residual is None else residual.contiguous()
         given = {"x": x, "residual": residual, "gamma": gamma, "y": y, "normed": normed}
         pointers = {name: None if tensor is None else tensor.data_ptr() for name, tensor in given.items()}
-        two_shots = rows > ONE_SHOT if two_shots is None else two_shots
+        if two_shots is None:
+            two_shots = shots(self.size, rows, columns, gamma is not None) > 1
         reduction = Reduction(**pointers, eps=eps, rows=rows, columns=columns)
         self._launch("eagle3_reduce", ctypes.byref(reduction), int(two_shots), self.blocks)
         return y, normed

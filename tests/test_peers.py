@@ -60,6 +60,22 @@ def test_the_structs_are_those_of_csrc():
     assert ctypes.sizeof(peers.Links) == 8 * 8 + 2 * 8 + 8 + 5 * 4 + 4
 
 
+@pytest.mark.parametrize("size, rows, columns, norm, two", [
+    (2, 4, 7168, True, False), (2, 16, 2048, True, False), (2, 5, 7168, True, True), (2, 16, 7168, True, True),
+    (2, 17, 2048, True, True), (2, 16, 7168, False, False), (2, 64, 8192, False, False), (2, 65, 64, False, True),
+    (2, 65, 64, True, True), (8, 7, 7168, True, False), (8, 8, 7168, True, True),
+])  # fmt: skip
+def test_shots_of_a_sum(monkeypatch, size, rows, columns, norm, two):
+    """Mutants: one shot with a norm of more elements than it was fast for; two shots of sums alone there; two of fewer
+    rows than ranks, which the kernel refuses."""
+    links, launched = peers.Peers.__new__(peers.Peers), []
+    links.size, links.blocks = size, 132
+    monkeypatch.setattr(links, "_launch", lambda name, reduction, shots, blocks: launched.append(shots))
+    x = torch.zeros(rows, columns, dtype=B16)
+    links.sum(x, x, x[0] if norm else None)
+    assert launched == [int(two)]
+
+
 def linked(columns, rows=peers.ROWS):
     """This rank's Peers, and a barrier. A GPU each where there are as many, else they share: then a rank that waits
     spins until its turn on the GPU ends, some milliseconds, and another gets it."""
