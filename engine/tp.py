@@ -7,6 +7,7 @@ ranks decide, they decide from gathered numbers or take rank 0's word for it.
 
 import contextlib
 import datetime
+import gc
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -85,8 +86,10 @@ def failures():
 
 
 def leave():
-    """Leave the group, where this process is in one."""
+    """Leave the group, where this process is in one. NCCL waits for the end of every captured graph that has its calls:
+    engines that nobody holds any more go first."""
     if dist.is_initialized():
+        gc.collect()
         dist.destroy_process_group()
 
 
