@@ -1,5 +1,5 @@
-// What the few-row kernels share: loads past L1, tensor-core products with weights as M and rows as N, a private ring of
-// asynchronous copies, dependent launch.
+// What the few-row kernels share: loads past L1, tensor-core products with weights as M and rows as N, tiles of weights
+// in registers, dependent launch.
 //
 // Rows come in groups of kRows. Weights are the 16 rows of an mma's A, activations its 8 columns: a row's sums follow from
 // the row alone, in one order whatever rides along. Columns are dealt to the warps of a block in contiguous slices, a lane
@@ -77,6 +77,15 @@ __device__ __forceinline__ uint32_t pack(float a, float b) {
 }
 __device__ __forceinline__ float rounded(float v) { return __bfloat162float(__float2bfloat16(v)); }
 __device__ __forceinline__ float silu(float v) { return __fdividef(v, 1.f + __expf(-v)); }
+// Unsigned keys that sort like the values, NaN like -inf; 0 is below all of them.
+__device__ __forceinline__ uint32_t sortable(float v) {
+  if (!(v == v)) v = -INFINITY;
+  const uint32_t raw = __float_as_uint(v == 0.f ? 0.f : v); // -0 equals 0
+  return raw & 0x80000000u ? ~raw : raw | 0x80000000u;
+}
+__device__ __forceinline__ float sorted_value(uint32_t key) {
+  return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
+}
 // Where a block's even share of `count` begins; 64-bit divisions are long code. count * blocks stays below 2^32.
 __device__ __forceinline__ int share_begin(int count, unsigned block) {
   return static_cast<int>(static_cast<unsigned>(count) * block / gridDim.x);
@@ -94,70 +103,6 @@ __device__ __forceinline__ void mma_piece(float4 &c, const uint4 &top, const uin
   mma(c, top.z, bottom.z, top.w, bottom.w, b.z, b.w);
 }
 __device__ __forceinline__ float4 add(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
-
-// Bytes of weights that a block keeps in flight: enough to keep memory busy, little enough that a kernel and the next one fit
-// on a multiprocessor together, so that the next one's first weights are on their way before it may start.
-constexpr int kUnitBytes = 16 * 1024, kUnitsInFlight = 5;
-
-// A block's stream of weight tiles, 16 rows each. Every thread has a ring of its own in shared memory, used as more registers:
-// nobody else reads its slots, so waiting for its own copies is all the synchronisation there is.
-//
-// Code is kept small on purpose: weights that stream through L2 leave no room for instructions, and a kernel that is much
-// larger than this pays for its own code in every layer.
-//
-// Aim: function (tile, const bf16 *&top, const bf16 *&bottom, bool &has_top, bool &has_bottom) that points at the thread's
-// columns of rows g and g + 8 of a tile.
-template <int kThreads, int kPieces, class Aim, int kInFlight = kUnitsInFlight>
-struct Stream {
-  static constexpr int kFit = kUnitBytes / (kThreads * 32), kQ = kFit < 1 ? 1 : kFit < kPieces ? kFit : kPieces;
-  static constexpr int kParts = kPieces / kQ, kUnits = kInFlight;
-  static constexpr size_t kBytes = static_cast<size_t>(kUnits) * kQ * 32 * kThreads;
-  static_assert(kPieces % kQ == 0, "units are whole pieces");
-  uint4 *slot, *const begin_slot;
-  const Aim &aim;
-  const int tiles;
-  int tile = 0; // whose parts are fetched next
-  const bf16 *top = nullptr, *bottom = nullptr;
-  bool has_top = false, has_bottom = false;
-
-  __device__ __forceinline__ Stream(void *shared, const Aim &aim, int tiles)
-      : slot(static_cast<uint4 *>(shared) + threadIdx.x), begin_slot(slot), aim(aim), tiles(tiles) {
-    if (tiles > 0) aim(0, top, bottom, has_top, has_bottom);
-#pragma unroll
-    for (int u = 0; u < kUnits; u++) {
-      fetch(u % kParts);
-      advance();
-    }
-  }
-  __device__ __forceinline__ void advance() {
-    slot += 2 * kQ * kThreads;
-    if (slot == begin_slot + kUnits * 2 * kQ * kThreads) slot = begin_slot;
-  }
-  __device__ __forceinline__ void fetch(int part) {
-    if (tile < tiles) {
-#pragma unroll
-      for (int i = 0; i < kQ; i++) {
-        copy_async(slot + 2 * i * kThreads, top + (part * kQ + i) * kPiece, has_top);
-        copy_async(slot + (2 * i + 1) * kThreads, bottom + (part * kQ + i) * kPiece, has_bottom);
-      }
-    }
-    commit_copies();
-    if (part == kParts - 1 && ++tile < tiles) aim(tile, top, bottom, has_top, has_bottom);
-  }
-  // The next tile times the rows in `b`: this warp's share of the columns.
-  __device__ __forceinline__ float4 multiply(const uint4 (&b)[kPieces]) {
-    float4 c = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-    for (int part = 0; part < kParts; part++) {
-      wait_copies<kUnits - 1>();
-#pragma unroll
-      for (int i = 0; i < kQ; i++) mma_piece(c, slot[2 * i * kThreads], slot[(2 * i + 1) * kThreads], b[part * kQ + i]);
-      fetch((part + kUnits) % kParts);
-      advance();
-    }
-    return c;
-  }
-};
 
 // Reads columns of row `row` of a group (8 consecutive ones a piece and lane) into B operands; rows past the last are zeros.
 template <int kPieces>

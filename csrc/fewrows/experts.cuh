@@ -38,15 +38,6 @@ struct Block {
       : first(blockIdx.y * kHeld), live(min(kHeld, p.rows - static_cast<int>(blockIdx.y) * kHeld)) {}
 };
 
-// Unsigned keys that sort like the values; 0 is below all of them.
-__device__ __forceinline__ uint32_t ordered(float v) {
-  const uint32_t raw = __float_as_uint(v == 0.f ? 0.f : v); // -0 equals 0
-  return raw & 0x80000000u ? ~raw : raw | 0x80000000u;
-}
-__device__ __forceinline__ float value_of(uint32_t key) {
-  return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
-}
-
 // The choice of one row by one warp, 32 * kMany experts at most (a lane has kMany neighbours): the best `choices` logits, lower
 // ids first among equals, weights by softmax. Writes weight[e] for chosen experts, the others keep what they hold (-1), and
 // sets their bits.
@@ -58,17 +49,16 @@ __device__ __forceinline__ void choose(const Experts &p, int row, float *weight,
 #pragma unroll
   for (int j = 0; j < kMany; j++) {
     const int e = lane * kMany + j;
-    float value = e < p.experts ? load_float(logits + e) : 0.f;
-    if (!(value == value)) value = -INFINITY; // a row of NaN still chooses experts that exist
-    key[j] = e < p.experts ? ordered(value) : 0;
+    const float value = e < p.experts ? load_float(logits + e) : 0.f;
+    key[j] = e < p.experts ? sortable(value) : 0; // a row of NaN still chooses experts that exist
     most = max(most, key[j]);
   }
   uint32_t found = __reduce_max_sync(kAll, most), best_key = 0;
-  const float top = value_of(found);
+  const float top = sorted_value(found);
   float all = 0.f;
   if (!p.renormalise) {
 #pragma unroll
-    for (int j = 0; j < kMany; j++) all += key[j] ? __expf(value_of(key[j]) - top) : 0.f;
+    for (int j = 0; j < kMany; j++) all += key[j] ? __expf(sorted_value(key[j]) - top) : 0.f;
     for (int o = 16; o; o >>= 1) all += __shfl_xor_sync(kAll, all, o);
   }
   int best_id = 0;
@@ -91,7 +81,7 @@ __device__ __forceinline__ void choose(const Experts &p, int row, float *weight,
     if (lane == k) best_key = found, best_id = id;
     found = __reduce_max_sync(kAll, most);
   }
-  const float raised = lane < p.choices ? __expf(value_of(best_key) - top) : 0.f;
+  const float raised = lane < p.choices ? __expf(sorted_value(best_key) - top) : 0.f;
   float sum = raised;
 #pragma unroll
   for (int o = 1; o < kChoices; o <<= 1) sum += __shfl_xor_sync(kAll, sum, o);

@@ -7,6 +7,7 @@
 
 #include "common.cuh"
 #include "project.cuh"
+#include "stream.cuh"
 
 namespace eagle3 {
 
@@ -14,12 +15,6 @@ constexpr int kRouted = 512; // experts at most
 
 enum Score { kSoftmax, kSigmoid, kLogits }; // as kernels.routing.SCORES
 
-struct Nowhere {
-  __device__ void operator()(int, const bf16 *&, const bf16 *&, bool &, bool &) const {}
-};
-// Bytes of a stream's ring.
-template <int kThreads, int kPieces>
-constexpr size_t kRingBytes = Stream<kThreads, kPieces, Nowhere>::kBytes;
 constexpr size_t kLongRing = static_cast<size_t>(4) * 3 * 16 * 512; // of long rows: activations beside the weights
 
 struct Router {
@@ -44,16 +39,6 @@ __device__ __forceinline__ unsigned arrive(unsigned *count) {
   unsigned before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(count) : "memory");
   return before;
-}
-
-// Unsigned keys that sort like the values, NaN like -inf; 0 is below all of them.
-__device__ __forceinline__ uint32_t sortable(float v) {
-  if (!(v == v)) v = -INFINITY;
-  const uint32_t raw = __float_as_uint(v == 0.f ? 0.f : v); // -0 equals 0
-  return raw & 0x80000000u ? ~raw : raw | 0x80000000u;
-}
-__device__ __forceinline__ float sorted_value(uint32_t key) {
-  return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
 
 __device__ __forceinline__ float warp_sum(float v) {
