@@ -10,6 +10,7 @@
 // adds up the squares of its norm through each other's shared memory.
 #pragma once
 
+#include "../launch/launch.cuh"
 #include "links.cuh"
 
 namespace eagle3 {
@@ -241,24 +242,6 @@ __global__ void __launch_bounds__(kMostThreads) gather_words(const __grid_consta
   }
 }
 
-// parts: blocks along x, which form a cluster.
-template <class... Parameters, class... Arguments>
-inline cudaError_t start(void (*kernel)(Parameters...), int parts, int blocks, int threads, const Links &l, cudaStream_t stream,
-                         Arguments... arguments) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(parts, blocks);
-  config.blockDim = dim3(threads);
-  config.stream = stream;
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {static_cast<unsigned>(parts), 1, 1};
-  config.attrs = attributes;
-  config.numAttrs = !l.hopper ? 0 : parts > 1 ? 2 : 1;
-  return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
-}
-
 template <int kRanks>
 inline cudaError_t reduce(const Links &l, const Reduction &r, int two_shots, int blocks, cudaStream_t stream) {
   const int warps = (r.columns / kPer + kWarp - 1) / kWarp;
@@ -267,8 +250,8 @@ inline cudaError_t reduce(const Links &l, const Reduction &r, int two_shots, int
   int parts = 1;
   while (l.hopper && sent > parts * kMostSent && fit(2 * parts)) parts *= 2;
   const int threads = (warps + parts - 1) / parts * kWarp, high = r.rows < blocks ? r.rows : blocks;
-  return two_shots ? start(reduce_rows<kRanks, true>, parts, high, threads, l, stream, l, r)
-                   : start(reduce_rows<kRanks, false>, parts, high, threads, l, stream, l, r);
+  return two_shots ? launch_chained(reduce_rows<kRanks, true>, dim3(parts, high), threads, 0, stream, parts, l.hopper, l, r)
+                   : launch_chained(reduce_rows<kRanks, false>, dim3(parts, high), threads, 0, stream, parts, l.hopper, l, r);
 }
 
 // blocks: at most as many as are resident at once, one a multiprocessor. cudaErrorInvalidValue for what does not fit.
@@ -292,7 +275,7 @@ inline cudaError_t gather(const Links &l, const uint32_t *x, uint32_t *y, int wo
   constexpr int threads = 256;
   if (words < 1 || words > l.rows * (l.columns / 2) || l.size > kMostRanks) return cudaErrorInvalidValue;
   const int needed = (words + 2 * threads - 1) / (2 * threads);
-  return start(gather_words, 1, needed < blocks ? needed : blocks, threads, l, stream, l, x, y, words);
+  return launch_chained(gather_words, dim3(1, needed < blocks ? needed : blocks), threads, 0, stream, 1, l.hopper, l, x, y, words);
 }
 
 }  // namespace eagle3

@@ -10,6 +10,8 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#include "../launch/launch.cuh"
+
 namespace eagle3 {
 
 using bf16 = __nv_bfloat16;
@@ -257,19 +259,7 @@ inline cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads,
   // one carve-out for all: a multiprocessor must drain before it changes its own. It leaves half to L1, where plain loads in
   // flight live: gate and up take 1.3 times as long with all of it shared
   cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 44);
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared;
-  config.stream = stream;
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  config.attrs = attributes;
-  config.numAttrs = cluster > 1 ? 2 : 1;
-  return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+  return launch_chained(kernel, grid, threads, shared, stream, cluster, true, arguments...);
 }
 
 } // namespace eagle3

@@ -59,8 +59,8 @@ __global__ void __launch_bounds__(kThreads, resident(kThreads)) vocabulary(Vocab
   const int column = warp * kPieces * kPiece + (lane & 3) * 8;
   const TileRows<false> rows(p.vocabulary);
   const bf16 *const weight = p.weight + column;
-  const bf16 *top = weight + static_cast<size_t>(rows.row(0, g)) * p.columns;
-  const bf16 *bottom = weight + static_cast<size_t>(rows.below(0, g, 0)) * p.columns;
+  const bf16 *top, *bottom;
+  rows.aim(0, g, weight, p.vocabulary, p.columns, top, bottom);
   Tile<kDepth> tile;
   tile.fetch(top, bottom);
 #pragma unroll 1
@@ -78,10 +78,8 @@ __global__ void __launch_bounds__(kThreads, resident(kThreads)) vocabulary(Vocab
   const int tiles = rows.tiles();
 #pragma unroll 1
   for (int at = 0; at < tiles; at++) {
-    const int next = min(at + 1, tiles - 1);
     const bf16 *const here = top, *const below = bottom;
-    top = weight + static_cast<size_t>(rows.row(next, g)) * p.columns;
-    bottom = weight + static_cast<size_t>(rows.below(next, g, 0)) * p.columns;
+    rows.aim(min(at + 1, tiles - 1), g, weight, p.vocabulary, p.columns, top, bottom);
     float4 c[kGroups];
     multiply(tile, b, c, [&](int part, int i) {
       if (part + 1 < kParts)

@@ -28,10 +28,12 @@ struct TileRows {
   }
   __device__ __forceinline__ int tiles() const { return (last - first + kStep - 1) / kStep; }
   __device__ __forceinline__ int top(int tile, int g) const { return first + tile * kStep + g; }
-  // Weight rows of lane group g in a tile's top and bottom half; past the block's last output its last one again.
-  __device__ __forceinline__ int row(int tile, int g) const { return min(top(tile, g), last - 1); }
-  __device__ __forceinline__ int below(int tile, int g, int outputs) const {
-    return kGated ? row(tile, g) + outputs : min(top(tile, g) + 8, last - 1);
+  // Where lane group g's rows of a tile's top and bottom half begin; past the block's last output its last one again.
+  __device__ __forceinline__ void aim(int tile, int g, const bf16 *weight, int outputs, int columns, const bf16 *&above,
+                                      const bf16 *&below) const {
+    const int row = min(top(tile, g), last - 1);
+    above = weight + static_cast<size_t>(row) * columns;
+    below = weight + static_cast<size_t>(kGated ? row + outputs : min(top(tile, g) + 8, last - 1)) * columns;
   }
 };
 
@@ -105,8 +107,8 @@ __global__ void __launch_bounds__(kThreads, resident(kThreads)) project(Projecti
   const int column = warp * kPieces * kPiece + (lane & 3) * 8;
   const TileRows<kGated> rows(p.outputs);
   const bf16 *const weight = p.weight + column;
-  const bf16 *top = weight + static_cast<size_t>(rows.row(0, g)) * p.columns;
-  const bf16 *bottom = weight + static_cast<size_t>(rows.below(0, g, p.outputs)) * p.columns;
+  const bf16 *top, *bottom;
+  rows.aim(0, g, weight, p.outputs, p.columns, top, bottom);
   Tile<kPieces> tile;
   tile.fetch(top, bottom);
   if (kNorm)
@@ -123,9 +125,7 @@ __global__ void __launch_bounds__(kThreads, resident(kThreads)) project(Projecti
 #pragma unroll 1
   for (int at = 0; at < tiles; at++) {
     output.fetch(p, rows, at);
-    const int next = min(at + 1, tiles - 1);
-    top = weight + static_cast<size_t>(rows.row(next, g)) * p.columns;
-    bottom = weight + static_cast<size_t>(rows.below(next, g, p.outputs)) * p.columns;
+    rows.aim(min(at + 1, tiles - 1), g, weight, p.outputs, p.columns, top, bottom);
     float4 c[kGroups];
     multiply(tile, b, c, [&](int, int i) {
       if (at + 1 < tiles) tile.fetch(i, top, bottom);
@@ -164,8 +164,8 @@ __global__ void __launch_bounds__(256, 2) project_long(Projection p) {
   const bool live = row < p.rows;
   const bf16 *const x = p.x + static_cast<size_t>(live ? row : 0) * p.stride + column, *const weight = p.weight + column;
   const int tiles = rows.tiles();
-  const bf16 *top = weight + static_cast<size_t>(rows.row(0, g)) * p.columns;
-  const bf16 *bottom = weight + static_cast<size_t>(rows.below(0, g, p.outputs)) * p.columns;
+  const bf16 *top, *bottom;
+  rows.aim(0, g, weight, p.outputs, p.columns, top, bottom);
   Tile<kDepth> tile;
   uint4 b[kDepth];
   tile.fetch(top, bottom);
@@ -187,11 +187,7 @@ __global__ void __launch_bounds__(256, 2) project_long(Projection p) {
     for (int part = 0; part < parts; part++) {
       const bool last = part + 1 == parts, more = !last || at + 1 < tiles;
       const int ahead = last ? 0 : (part + 1) * kDepth * kPiece;
-      if (last) {
-        const int next = min(at + 1, tiles - 1);
-        top = weight + static_cast<size_t>(rows.row(next, g)) * p.columns;
-        bottom = weight + static_cast<size_t>(rows.below(next, g, p.outputs)) * p.columns;
-      }
+      if (last) rows.aim(min(at + 1, tiles - 1), g, weight, p.outputs, p.columns, top, bottom);
 #pragma unroll
       for (int i = 0; i < kDepth; i++) {
         const uint4 v = kNorm ? gained(b[i], gains[column / 8 + (part * kDepth + i) * (kPiece / 8)], sum) : b[i];

@@ -17,10 +17,10 @@ constexpr int kUnitBytes = 16 * 1024, kUnitsInFlight = 5;
 //
 // Aim: function (tile, const bf16 *&top, const bf16 *&bottom, bool &has_top, bool &has_bottom) that points at the thread's
 // columns of rows g and g + 8 of a tile.
-template <int kThreads, int kPieces, class Aim, int kInFlight = kUnitsInFlight>
+template <int kThreads, int kPieces, class Aim>
 struct Stream {
   static constexpr int kFit = kUnitBytes / (kThreads * 32), kQ = kFit < 1 ? 1 : kFit < kPieces ? kFit : kPieces;
-  static constexpr int kParts = kPieces / kQ, kUnits = kInFlight;
+  static constexpr int kParts = kPieces / kQ, kUnits = kUnitsInFlight;
   static constexpr size_t kBytes = static_cast<size_t>(kUnits) * kQ * 32 * kThreads;
   static_assert(kPieces % kQ == 0, "units are whole pieces");
   uint4 *slot, *const begin_slot;
