@@ -108,7 +108,8 @@ class Parts:
 
 
 def device_of(name, tp=1):
-    """torch.device of a name, None: CUDA where there is a GPU; with several ranks the GPU of this one."""
+    """torch.device of a name, None: CUDA where there is a GPU; with several ranks the GPU of this one. A GPU that is
+    named by its number becomes the current one: kernels and graphs go there."""
     if tp > 1 and torch.cuda.is_available() and name in (None, "cuda"):
         return torch.device(own_gpu(tp, torch.cuda.device_count()))
     if tp > 1 and name not in (None, "cpu", "cuda"):
@@ -123,6 +124,8 @@ def device_of(name, tp=1):
         raise Refused(f"device: {name!r} is not supported; supported: cpu, cuda, cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise Refused(f"device: {name!r}, but this machine has {torch.cuda.device_count()} CUDA devices")
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
     return device
 
 
@@ -275,8 +278,6 @@ def load(options, progress=None, announce=None):
     began = time.perf_counter()
     _sizes(options)
     device = device_of(options.device, options.tp)
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # kernels and graphs go to the current device
     dtype, table = dtype_of(options.dtype, device), options.ops or (FUSED if device.type == "cuda" else REFERENCE)
     tp = join(options.tp, device, table.total) if options.tp_slice is None else Slice.of(options.tp_slice)
     judged = tp.together(lambda: _judge(options, device, dtype, tp, announce))

@@ -217,9 +217,9 @@ def test_rotary_table(kind, theta):
 def test_a_named_gpu_becomes_the_current_one(monkeypatch):
     """Kernels and graphs go to the current device. Mutant: a single rank on cuda:1 that launches on cuda:0."""
     seen = []
-    monkeypatch.setattr(loading, "device_of", lambda *_: torch.device("cuda:1"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(loading, "join", lambda *_: 1 / 0)
     monkeypatch.setattr(torch.cuda, "set_device", seen.append)
     with pytest.raises(ZeroDivisionError):
-        loading.load(loading.Options(random="qwen3-30b-a3b"))
+        loading.load(loading.Options(random="qwen3-30b-a3b", device="cuda:1"))
     assert seen == [torch.device("cuda:1")]
