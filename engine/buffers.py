@@ -11,6 +11,11 @@ GREEDY = Greedy()
 BACKLOG = MAX_NODES  # rows the drafter may lag behind; one cycle emits at most as many
 
 
+def _said(place, what):
+    """A number of every slot's report, behind the tokens."""
+    return property(lambda state: state.report[:, MAX_NODES + place], doc=f"[B] {what}")
+
+
 @dataclass
 class State:
     """What B sequences carry from one cycle to the next, int64 on the device.
@@ -90,45 +95,14 @@ class State:
         """[B, 64] tokens of the last cycle, the first accept_lens of them real."""
         return self.report[:, :MAX_NODES]
 
-    @property
-    def accept_lens(self):
-        """[B] tokens the last cycle emitted, after every cut."""
-        return self.report[:, MAX_NODES]
-
-    @property
-    def matched(self):
-        """[B] draft tokens the target agreed with, before the cuts."""
-        return self.report[:, MAX_NODES + 1]
-
-    @property
-    def done(self):
-        """[B] 1 once the sequence has ended."""
-        return self.report[:, MAX_NODES + 2]
-
-    @property
-    def fault(self):
-        """[B] 1 where it ended on non-finite logits."""
-        return self.report[:, MAX_NODES + 3]
-
-    @property
-    def agreed(self):
-        """[B] proposals of the last catch-up that were the tokens that came."""
-        return self.report[:, MAX_NODES + 4]
-
-    @property
-    def compared(self):
-        """[B] proposals of the last catch-up whose tokens had come."""
-        return self.report[:, MAX_NODES + 5]
-
-    @property
-    def chain(self):
-        """[B] draft tokens that a chain of the tree's first children would have kept."""
-        return self.report[:, MAX_NODES + 6]
-
-    @property
-    def missed(self):
-        """[B] 1 where that chain had a further token, which was wrong."""
-        return self.report[:, MAX_NODES + 7]
+    accept_lens = _said(0, "tokens the last cycle emitted, after every cut.")
+    matched = _said(1, "draft tokens the target agreed with, before the cuts.")
+    done = _said(2, "1 once the sequence has ended.")
+    fault = _said(3, "1 where it ended on non-finite logits.")
+    agreed = _said(4, "proposals of the last catch-up that were the tokens that came.")
+    compared = _said(5, "proposals of the last catch-up whose tokens had come.")
+    chain = _said(6, "draft tokens that a chain of the tree's first children would have kept.")
+    missed = _said(7, "1 where that chain had a further token, which was wrong.")
 
     def snapshot(self):
         """Copies of all tensors that a cycle writes, for `restore`."""

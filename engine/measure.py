@@ -65,22 +65,22 @@ class Costs:
 
     def __init__(self, engine, shapes, batch, prompt=None, mixed=True):
         self.drafting = [shape for shape in shapes if shape != PLAIN]
-        self.how = engine, self.drafting if mixed else (), batch, prompt or _prompt(engine)
-        self.engine, self.batch, self.whole = engine, batch, {shape: [] for shape in (PLAIN, *self.drafting)}
-        began = _whole(*self.how, PLAIN, CYCLES)
+        self.engine, self.batch, self.prompt = engine, batch, prompt or _prompt(engine)
+        self.others, self.whole = self.drafting if mixed else (), {shape: [] for shape in (PLAIN, *self.drafting)}
+        began = self._whole(PLAIN, CYCLES)
         self.cycles = engine.parts.tp.word(lambda: max(CYCLES, min(MOST, math.ceil(ENOUGH / began))))
 
     def turn(self):
         """Whole cycles of every shape; every other turn goes backwards."""
         back = len(self.whole[PLAIN]) % 2
         for shape in reversed(self.whole) if back else self.whole:
-            self.whole[shape].append(_whole(*self.how, shape, self.cycles))
+            self.whole[shape].append(self._whole(shape, self.cycles))
 
     def table(self):
         """The CostTable, once stamps have said how a cycle of each shape splits. Ranks agree on it."""
         parts = []
         for shape in self.drafting:
-            series = _stamped(*self.how, shape)
+            series = self._stamped(shape)
             parts += [median(series[name][SKIPPED:] or series[name]) for name in ("draft", "verify")]
         self.engine.programs.drop_stamped()
         passes = [_catch_up(self.engine, self.batch, width) for width in CATCH_UP]
@@ -89,42 +89,40 @@ class Costs:
         stages = {shape: {"draft": [next(numbers)], "verify": [next(numbers)]} for shape in self.drafting}
         return CostTable.of_stages(stages, whole, catch_up={width: next(numbers) for width in CATCH_UP})
 
+    def _run(self, shape, profile=None):
+        """The events of MOST cycles of one shape, or of as many as there is room for."""
+        engine, batch, prompt = self.engine, self.batch, self.prompt
+        room = engine.pool.size * engine.options.page_size // batch
+        most = max(2, min(MOST * shape.path + 1, room - len(prompt) - 2 * engine.options.reserve))
+        sampling = Sampling(max_new_tokens=most, ignore_eos=True)
+        return engine.run([prompt] * batch, [sampling] * batch, Fixed(shape, self.others), profile=profile)
+
+    def _whole(self, shape, cycles):
+        """ms from one cycle's tokens to the next one's as the host sees them: the device's time, gaps between cycles,
+        and whatever of the host's own work is not hidden behind it."""
+        times = []
+        with contextlib.closing(self._run(shape)) as events:
+            for event in events:
+                if event.request.index == 0:
+                    times.append(time.perf_counter())
+                if len(times) > cycles:
+                    break
+        first = min(SKIPPED, len(times) - 2)
+        return (times[-1] - times[first]) * 1e3 / (len(times) - 1 - first)
+
+    def _stamped(self, shape):
+        """{stage: [ms]} of some cycles of one shape by their own stamps."""
+        profile = Profile()
+        with contextlib.closing(self._run(shape, profile)) as events:
+            for _ in events:
+                if len(profile.rows) >= SKIPPED + CYCLES:
+                    break
+        return profile.series()
+
 
 def _most(engine, numbers):
     """The greatest of all ranks, number by number: a cycle ends when its slowest rank does."""
     return [max(each) for each in zip(*engine.parts.tp.every(numbers), strict=True)]
-
-
-def _run(engine, others, batch, prompt, shape, profile=None):
-    """The events of MOST cycles of one shape, or of as many as there is room for, at `batch` requests."""
-    room = engine.pool.size * engine.options.page_size // batch
-    most = max(2, min(MOST * shape.path + 1, room - len(prompt) - 2 * engine.options.reserve))
-    sampling = Sampling(max_new_tokens=most, ignore_eos=True)
-    return engine.run([prompt] * batch, [sampling] * batch, Fixed(shape, others), profile=profile)
-
-
-def _whole(engine, others, batch, prompt, shape, cycles):
-    """ms from one cycle's tokens to the next one's as the host sees them: the device's time, gaps between cycles, and
-    whatever of the host's own work is not hidden behind it."""
-    times = []
-    with contextlib.closing(_run(engine, others, batch, prompt, shape)) as events:
-        for event in events:
-            if event.request.index == 0:
-                times.append(time.perf_counter())
-            if len(times) > cycles:
-                break
-    first = min(SKIPPED, len(times) - 2)
-    return (times[-1] - times[first]) * 1e3 / (len(times) - 1 - first)
-
-
-def _stamped(engine, others, batch, prompt, shape):
-    """{stage: [ms]} of some cycles of one shape by their own stamps."""
-    profile = Profile()
-    with contextlib.closing(_run(engine, others, batch, prompt, shape, profile)) as events:
-        for _ in events:
-            if len(profile.rows) >= SKIPPED + CYCLES:
-                break
-    return profile.series()
 
 
 def _prompt(engine):

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .select import gather_rows
-from .tile import begin, chained, up
+from .tile import begin, chained, copied, up
 
 
 def walk(
@@ -224,7 +224,7 @@ def _follow(
 def follow_fused(emitted, aux, path, accept_lens, backlog, backlog_tokens, backlog_features):
     """The twin of `follow`."""
     b, steps = path.shape
-    nodes, width, block = aux.shape[1], aux.shape[2], min(1024, max(16, up(aux.shape[2])))
+    nodes, width, block = aux.shape[1], aux.shape[2], copied(aux.shape[2])
     _follow[(max(1, triton.cdiv(width, block)), steps, b)](  # no features: the tokens are still written
         emitted, aux.contiguous(), path, accept_lens, backlog, backlog_tokens, backlog_features, steps, nodes,
         backlog_tokens.shape[1], width, emitted.stride(0), accept_lens.stride(0), BW=block, num_warps=4,

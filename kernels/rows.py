@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .select import gather_rows
-from .tile import begin, chained, up
+from .tile import begin, chained, copied, up
 
 
 def embed(ids, table):
@@ -50,7 +50,7 @@ def _embed(ids_ptr, table_ptr, y_ptr, columns, PDL: tl.constexpr, BC: tl.constex
 def embed_fused(ids, table):
     """The twin of `embed`."""
     rows, columns = ids.numel(), table.shape[1]
-    y, block = table.new_empty(rows, columns), _block(columns)
+    y, block = table.new_empty(rows, columns), copied(columns)
     grid = rows, triton.cdiv(columns, block)
     _embed[grid](ids.contiguous(), table, y, columns, BC=block, num_warps=4, **chained(table))
     return y
@@ -86,7 +86,7 @@ def _last(x_ptr, backlog_ptr, y_ptr, rows, columns, PDL: tl.constexpr, BC: tl.co
 def last_fused(x, backlog):
     """The twin of `last`."""
     (b, rows, columns), x = x.shape, x.contiguous()
-    y, block = x.new_empty(b, columns), _block(columns)
+    y, block = x.new_empty(b, columns), copied(columns)
     grid = b, triton.cdiv(columns, block)
     _last[grid](x, backlog, y, rows, columns, BC=block, num_warps=4, **chained(x))
     return y
@@ -108,16 +108,11 @@ def _record(
 def record_fused(ids, lse, aux, target_ids, kept_lse, kept_aux):
     """The twin of `record`: one launch."""
     rows, columns = lse.numel(), aux.shape[-1]
-    block = _block(columns)
+    block = copied(columns)
     _record[(rows, max(1, triton.cdiv(columns, block)))](  # no features: ids are still written
         ids.contiguous(), lse.contiguous(), aux.contiguous(), target_ids, kept_lse, kept_aux, columns,
         BC=block, num_warps=4, **chained(lse),
     )  # fmt: skip
-
-
-def _block(columns):
-    """Columns a program copies."""
-    return min(1024, max(16, up(columns)))
 
 
 def specimens():

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .select import largest
-from .tile import SMALLEST, begin, chained, index_of, ordered, up, value_of
+from .tile import SMALLEST, begin, chained, copied, index_of, ordered, up, value_of
 
 
 def embed_share(ids, table, first):
@@ -47,7 +47,7 @@ def _embed_share(ids_ptr, table_ptr, y_ptr, first, rows, columns, PDL: tl.conste
 def embed_share_fused(ids, table, first):
     """The twin of `embed_share`."""
     n, (rows, columns) = ids.numel(), table.shape
-    y, block = table.new_empty(n, columns), min(1024, max(16, up(columns)))
+    y, block = table.new_empty(n, columns), copied(columns)
     grid = n, triton.cdiv(columns, block)
     _embed_share[grid](ids.contiguous(), table, y, first, rows, columns, BC=block, num_warps=4, **chained(table))
     return y

@@ -63,6 +63,11 @@ def up(n):
     return triton.next_power_of_2(n)
 
 
+def copied(columns):
+    """Columns that a program of a kernel that copies rows takes."""
+    return min(1024, max(16, up(columns)))
+
+
 @triton.jit
 def begin(PDL: tl.constexpr):
     """The first thing a small kernel of a cycle does, under programmatic dependent launch: wait until all that the
