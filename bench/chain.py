@@ -6,7 +6,6 @@ end of a kernel overlaps the beginning of the next. Rows are random and choose t
 """
 
 import argparse
-import dataclasses
 import sys
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from engine.batch import Batch
 from engine.layers.view import view
 from engine.options import Parser, least
 from engine.watch import tensors
-from kernels import FUSED, moe
+from kernels import FUSED
 from kernels.attention import causal_bits
 from weights.config import Refused
 
@@ -95,12 +94,9 @@ def chain(engine: Engine, target, context: int, rows: int) -> Chain:
 
 def distinct(engine: Engine, context: int, rows: int) -> dict[str, float]:
     """{piece: different experts a layer that routes}, counted in passes of their own."""
-    experts = getattr(engine.target.config, "experts", 0)
-    if not experts:
+    if not getattr(engine.target.config, "experts", 0):
         return {}
-    ops, found = engine.parts.ops, {}
-    count = Routed(ops.route, engine.target.config.layers, experts, engine.parts.device)
-    counted = dataclasses.replace(ops, route=count, moe=moe.composed(count, ops.experts))
+    found, (count, counted) = {}, Routed.table(engine.parts.ops, engine.target.config, engine.parts.device)
     own = chain(engine, view(engine.target, counted), context, rows)
     for name, piece in own.pieces().items():
         count.reset()

@@ -16,7 +16,6 @@ from engine.layers.view import view
 from engine.profile import Profile
 from engine.report import Acceptance, parallel
 from engine.shape import PLAIN, Shape
-from kernels import moe
 
 from . import results
 from .results import Figure, Workload
@@ -121,13 +120,11 @@ def routed(
 
     target: the engine's own, without a delay around it.
     """
-    experts = getattr(target.config, "experts", None)
-    if not experts:
+    if not getattr(target.config, "experts", None):
         bar.update(len(shapes))
         return {}
     parts = engine.parts
-    count = Routed(parts.ops.route, target.config.layers, experts, parts.device)
-    ops = dataclasses.replace(parts.ops, route=count, moe=moe.composed(count, parts.ops.experts))
+    count, ops = Routed.table(parts.ops, target.config, parts.device)
     twin = dataclasses.replace(parts, target=view(target, ops), ops=ops)  # prompt_ops stay: prompts are not counted
     if parts.prompt_ops is parts.ops:
         twin.prompt_ops = dataclasses.replace(parts.ops)  # equal, and another object: prompts run the plain table

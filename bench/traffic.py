@@ -1,10 +1,11 @@
 """Which experts a pass really read, counted on the device, and the bytes that a pass must read from memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from engine.watch import tensors
+from kernels import moe
 
 
 class Routed:
@@ -30,6 +31,12 @@ class Routed:
         self.total[row] += seen.sum()
         self.passes[row] += 1
         return out
+
+    @classmethod
+    def table(cls, ops, config, device):
+        """-> the counter, and the table `ops` with it in place of its routing; config: of a target with experts."""
+        count = cls(ops.route, config.layers, config.experts, device)
+        return count, replace(ops, route=count, moe=moe.composed(count, ops.experts))
 
     def reset(self):
         """Count from here."""

@@ -52,6 +52,7 @@ DENSE = {  # and how near to the GPU's arithmetic each comes, about
 }
 FEW, MANY = Wide(64, 64, 64, 4, 3), Wide(128, 256, 64, 8, 3)  # pairs an expert
 PROCESSORS = 132  # of an H200
+HEADS = 8  # of a row that one program norms, turns and stores
 
 
 def dense(dtype, rows, outputs, gated=False):
@@ -155,7 +156,7 @@ def qkv(x, norm_weight, eps, weight, bias, *rest):
     if norm_weight is not None:
         x = norm.fused(x, norm_weight, eps)
     q_norm, k_norm, *rest = rest
-    return block.place_heads(_dense(x, weight, bias), eps, q_norm, k_norm, *rest)
+    return block.place(_dense(x, weight, bias), eps, q_norm, k_norm, *rest, together=HEADS)
 
 
 def mlp(x, norm_weight, eps, gate_up, down, activation, residual=None):

@@ -36,80 +36,13 @@ def reference(
     return rope.reference(q, cos_sin, at)
 
 
-@triton.jit
-def _normed(x, norm_ptr, lane, inside, scale, DTYPE: tl.constexpr):
-    """x * scale * norm, rounded once to the rows' dtype, then fp32 again."""
-    return (x * scale * tl.load(norm_ptr + lane, mask=inside, other=0.0).to(tl.float32)).to(DTYPE).to(tl.float32)
-
-
 @triton.jit(do_not_specialize=["t", "columns", "table"])
 def _place(
     y_ptr, q_norm_ptr, k_norm_ptr, eps, cos_sin_ptr, position_ptr, index_ptr, pages_ptr, q_ptr, k_ptr, v_ptr,
     t, columns, table, heads, groups, NORM: tl.constexpr, PAGE: tl.constexpr, DH: tl.constexpr, TURNED: tl.constexpr,
-    BD: tl.constexpr,
-):  # fmt: skip
-    """Program (n, h): head h of row n's projections (queries, then keys, then values): q/k norm, RoPE, store."""
-    row, head = tl.program_id(0), tl.program_id(1)
-    lane = tl.arange(0, BD)
-    inside = lane < DH
-    half: tl.constexpr = TURNED // 2
-    source = y_ptr + (row.to(tl.int64) * (heads + 2 * groups) + head) * DH
-    own = tl.load(source + lane, mask=inside, other=0.0)
-    if head < heads + groups:
-        partner = tl.where(lane < half, lane + half, tl.where(lane < TURNED, lane - half, lane))
-        x = own.to(tl.float32)
-        other = tl.load(source + partner, mask=inside, other=0.0).to(tl.float32)
-        if NORM:
-            gain_ptr = q_norm_ptr if head < heads else k_norm_ptr
-            scale = tl.math.rsqrt(tl.sum(x * x, 0) / DH + eps)
-            x = _normed(x, gain_ptr, lane, inside, scale, own.dtype)
-            other = _normed(other, gain_ptr, partner, inside, scale, own.dtype)
-        angle, turned = lane % half, lane < TURNED
-        cos_ptr = cos_sin_ptr + tl.load(position_ptr + row) * TURNED + angle
-        cos, sin = tl.load(cos_ptr, mask=turned, other=1.0), tl.load(cos_ptr + half, mask=turned, other=0.0)
-        own = tl.where(turned, x * cos + tl.where(lane < half, -other, other) * sin, x).to(own.dtype)
-    if head < heads:
-        tl.store(q_ptr + (row.to(tl.int64) * heads + head) * DH + lane, own, mask=inside)
-    else:
-        index = tl.load(index_ptr + row)
-        written = (index >= 0) & (index < columns.to(tl.int64) * PAGE)
-        page = tl.load(pages_ptr + (row // t).to(tl.int64) * table + index // PAGE, mask=written, other=0)
-        slot = tl.where(written, page.to(tl.int64) * PAGE + index % PAGE, 0)
-        if head < heads + groups:
-            tl.store(k_ptr + (slot * groups + head - heads) * DH + lane, own.to(k_ptr.dtype.element_ty), mask=inside)
-        else:
-            at = (slot * groups + head - heads - groups) * DH + lane
-            tl.store(v_ptr + at, own.to(v_ptr.dtype.element_ty), mask=inside)
-
-
-def fused(
-    x, norm_weight, eps, weight, bias, q_norm, k_norm, cos_sin, positions, index, pages, page_size, k_plane, v_plane
-):
-    """The twin of `reference`: norm and projection in one launch; head norms, RoPE and cache write in another."""
-    y = linear.project(x, norm_weight, eps, weight, bias)
-    return place(y, eps, q_norm, k_norm, cos_sin, positions, index, pages, page_size, k_plane, v_plane)
-
-
-def place(y, eps, q_norm, k_norm, cos_sin, positions, index, pages, page_size, k_plane, v_plane):
-    """Projected rows y [N, (H + 2G)*Dh] -> q [N, H, Dh]; keys and values go to the cache."""
-    (groups, width), rows = k_plane.shape[1:], y.shape[0]
-    heads = y.shape[1] // width - 2 * groups
-    q = y.new_empty(rows, heads, width)
-    _place[(rows, heads + 2 * groups)](
-        y, q_norm, k_norm, eps, cos_sin, positions.contiguous(), index.contiguous(), pages, q, k_plane, v_plane,
-        positions.shape[1], pages.shape[1], pages.stride(0), heads, groups,
-        NORM=q_norm is not None, PAGE=page_size, DH=width, TURNED=cos_sin.shape[1], BD=max(32, up(width)), num_warps=1,
-    )  # fmt: skip
-    return q
-
-
-@triton.jit(do_not_specialize=["t", "columns", "table"])
-def _place_heads(
-    y_ptr, q_norm_ptr, k_norm_ptr, eps, cos_sin_ptr, position_ptr, index_ptr, pages_ptr, q_ptr, k_ptr, v_ptr,
-    t, columns, table, heads, groups, NORM: tl.constexpr, PAGE: tl.constexpr, DH: tl.constexpr, TURNED: tl.constexpr,
     BH: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Program (n, b): as `_place`, BH heads at a time, for passes of many rows."""
+    """Program (n, b): BH heads of row n's projections (queries, then keys, then values): q/k norm, RoPE, store."""
     row, head, lane = tl.program_id(0), tl.program_id(1) * BH + tl.arange(0, BH), tl.arange(0, BD)
     half: tl.constexpr = TURNED // 2
     partner = tl.where(lane < half, lane + half, tl.where(lane < TURNED, lane - half, lane))
@@ -147,18 +80,24 @@ def _gain(norm_ptr, lane, DH: tl.constexpr):
     return tl.load(norm_ptr + lane, mask=lane < DH, other=0.0).to(tl.float32)[None, :]
 
 
-HEADS = 8  # of a program over many rows
+def fused(
+    x, norm_weight, eps, weight, bias, q_norm, k_norm, cos_sin, positions, index, pages, page_size, k_plane, v_plane
+):
+    """The twin of `reference`: norm and projection in one launch; head norms, RoPE and cache write in another."""
+    y = linear.project(x, norm_weight, eps, weight, bias)
+    return place(y, eps, q_norm, k_norm, cos_sin, positions, index, pages, page_size, k_plane, v_plane)
 
 
-def place_heads(y, eps, q_norm, k_norm, cos_sin, positions, index, pages, page_size, k_plane, v_plane):
-    """As `place`, for passes of many rows."""
+def place(y, eps, q_norm, k_norm, cos_sin, positions, index, pages, page_size, k_plane, v_plane, together=1):
+    """Projected rows y [N, (H + 2G)*Dh] -> q [N, H, Dh]; keys and values go to the cache. together: heads of a row that
+    one program takes: several where there are many rows."""
     (groups, width), rows = k_plane.shape[1:], y.shape[0]
     heads = y.shape[1] // width - 2 * groups
     q = y.new_empty(rows, heads, width)
-    _place_heads[(rows, triton.cdiv(heads + 2 * groups, HEADS))](
+    _place[(rows, triton.cdiv(heads + 2 * groups, together))](
         y, q_norm, k_norm, eps, cos_sin, positions.contiguous(), index.contiguous(), pages, q, k_plane, v_plane,
         positions.shape[1], pages.shape[1], pages.stride(0), heads, groups, NORM=q_norm is not None, PAGE=page_size,
-        DH=width, TURNED=cos_sin.shape[1], BH=HEADS, BD=max(32, up(width)), num_warps=4,
+        DH=width, TURNED=cos_sin.shape[1], BH=together, BD=max(32, up(width)), num_warps=min(4, together),
     )  # fmt: skip
     return q
 
@@ -172,6 +111,6 @@ def specimens():
             types |= {"eps": "fp32", "cos_sin_ptr": "*fp32", "position_ptr": "*i64", "index_ptr": "*i64"}
             types |= {"pages_ptr": "*i32"} | dict.fromkeys(("t", "columns", "table", "heads", "groups"), "i32")
             constants = {"NORM": normed, "PAGE": 16, "DH": width, "TURNED": turned, "BD": up(width)}
-            cases.append((_place, types, constants, {"num_warps": 1}))
-            cases.append((_place_heads, types, constants | {"BH": HEADS}, {"num_warps": 4}))
+            for together in (1, 8):
+                cases.append((_place, types, constants | {"BH": together}, {"num_warps": min(4, together)}))
     return cases
