@@ -1,17 +1,24 @@
-"""Grouped expert MLP with biases over MXFP4 weights (weights.formats.mxfp4): gpt-oss."""
+"""Grouped expert MLP with biases over MXFP4 weights (weights.formats.mxfp4): gpt-oss.
+
+A word holds eight codes of e2m1, even columns in its low half. Sign and magnitude of the first two codes lie where a
+pair of bf16 has its sign and the last bits of its exponents, those of the others some shifts away: one to four
+operations make a pair of weights of two codes, and a multiplication by the group's power.
+"""
 
 import torch
 
 from . import experts, nibbles
 
 CODES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MAGNITUDES, SIGNS = (6, 22, 3, 19, 0, 16, 9, 25), (15, 31, 12, 28, 13, 29, 14, 30)  # of a column, its lowest bit
 
 
 def dequantise(packed, scale):
     """int32 [..., words], scale uint8 [..., groups] -> [..., 8 * words] fp32: code * 2^(scale - 127) of its group."""
     values = torch.tensor(CODES + tuple(-c for c in CODES), device=packed.device)
-    shifts = 4 * torch.arange(8, device=packed.device, dtype=torch.int32)
-    codes = (packed[..., None] >> shifts & 15).flatten(-2).unflatten(-1, (scale.shape[-1], -1))
+    low, sign = (torch.tensor(bits, device=packed.device, dtype=torch.int32) for bits in (MAGNITUDES, SIGNS))
+    codes = (packed[..., None] >> low & 7) + 8 * (packed[..., None] >> sign & 1)
+    codes = codes.flatten(-2).unflatten(-1, (scale.shape[-1], -1))
     return torch.ldexp(values[codes], scale.int()[..., None] - 127).flatten(-2)
 
 

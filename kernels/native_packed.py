@@ -1,5 +1,5 @@
-"""Packed experts in CUDA C++ (csrc/fewrows/int4.cuh, fp4.cuh): twins of the references whose first argument is the
-kernels.native.Library that holds them. Sizes that no kernel is built for keep their Triton twin."""
+"""Packed experts in CUDA C++ (csrc/fewrows/packed.cuh, int4.cuh, fp4.cuh): twins of the references whose first argument
+is the kernels.native.Library that holds them. Sizes that no kernel is built for keep their Triton twin."""
 
 import torch
 
@@ -10,7 +10,7 @@ from .tile import groups
 
 HIDDEN, WIDTHS = (256, 512, 2048, 4096, 7168), (256, 512, 768, 1024, 1536, 2048)  # of int4.cuh
 FP4_HIDDEN = (256, 320, 2880)  # of fp4.cuh, whose widths are whole groups
-MOST_CHOICES, CHOSEN = 8, 64
+MOST_CHOICES, MOST_EXPERTS, CHOSEN = 8, 512, 64
 SHARED = (256, 512)  # of a shared expert that int4.cuh adds
 
 Int4Experts = structure(
@@ -33,7 +33,7 @@ def experts_int4(
     (experts, columns, words), (rows, choices) = down.shape, ids.shape
     width, bf16 = words * 8, gate_up_scale.dtype == down_scale.dtype == x.dtype == torch.bfloat16
     groups_of_32 = gate_up_scale.shape[-1] * 32 == columns and down_scale.shape[-1] * 32 == width
-    sizes = columns in HIDDEN and width in WIDTHS and choices <= MOST_CHOICES
+    sizes = columns in HIDDEN and width in WIDTHS and choices <= MOST_CHOICES and experts <= MOST_EXPERTS
     packed = gate_up, gate_up_scale, down, down_scale
     if not (sizes and groups_of_32 and bf16 and activation == "silu"):
         return int4.fused(x, ids, weights, *packed, activation, residual, hidden, shared)
@@ -60,7 +60,7 @@ def experts_mxfp4(
 ):  # fmt: skip
     """The twin of experts_mxfp4.reference."""
     (experts, columns, words), (rows, choices) = down.shape, ids.shape
-    sizes = columns in FP4_HIDDEN and choices <= MOST_CHOICES
+    sizes = columns in FP4_HIDDEN and choices <= MOST_CHOICES and experts <= MOST_EXPERTS
     if not (sizes and activation == "clamped_swiglu"):
         packed = gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias
         return mxfp4.fused(x, ids, weights, *packed, activation, residual)

@@ -1,9 +1,10 @@
 """Grouped experts whose weights are four-bit codes: what INT4 and MXFP4 share.
 
-Eight codes lie in an int32, the lowest bits first, along a row of the matrix; `scale` of each group of codes multiplies
-them. A product takes its columns in the order of their place in the word: first all columns 8 w, then all 8 w + 1 …, so
-that a tile of words is unpacked where it lies in registers, one shift for a whole tile. The rows it meets are stored in
-that order too: [N, 8, columns / 8], "by place". Law 1 as in kernels.tile: fixed tiles, one order of summation.
+Eight codes lie in an int32 along a row of the matrix, INT4 the lowest bits first, MXFP4 as kernels.experts_mxfp4 has
+them; `scale` of each group of codes multiplies them. A product takes its columns in the order of their place in the
+word: first all columns 8 w, then all 8 w + 1 …, so that a tile of words is unpacked where it lies in registers, one
+shift for a whole tile. The rows it meets are stored in that order too: [N, 8, columns / 8], "by place". Law 1 as in
+kernels.tile: fixed tiles, one order of summation.
 """
 
 from dataclasses import dataclass
@@ -54,14 +55,16 @@ def tile_of(dtype, words):
 @triton.jit
 def _codes(words, place: tl.constexpr, KIND: tl.constexpr):
     """The values of the codes at one place of each word, fp32."""
-    code = (words >> (4 * place)) & 15
     if KIND == "int4":
-        value = (code - 8).to(tl.float32)
-    else:  # e2m1: sign, two bits of exponent, one of mantissa
-        low = code & 1
-        power = (code >> 1) & 3
+        value = (((words >> (4 * place)) & 15) - 8).to(tl.float32)
+    else:  # e2m1: sign, two bits of exponent, one of mantissa, where kernels.experts_mxfp4 has them
+        pair: tl.constexpr = place // 2
+        half: tl.constexpr = place % 2 * 16
+        low = (words >> (half + 9 - 3 * ((pair + 1) % 4))) & 1
+        power = (words >> (half + 10 - 3 * ((pair + 1) % 4))) & 3
+        sign = (words >> (half + 15 - (3 * pair) % 4)) & 1
         bits = tl.where(power == 0, low * 0x3F000000, ((power + 126) << 23) | (low << 22))
-        value = (bits | ((code & 8) << 28)).to(tl.float32, bitcast=True)
+        value = (bits | (sign << 31)).to(tl.float32, bitcast=True)
     return value
 
 

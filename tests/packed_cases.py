@@ -71,6 +71,12 @@ def experts_fp8(dtype, device):
         yield f"{n}x{d}-{e}", (make.floats(n, d), ids, weights, wide, wide_scale, *parts[2], "silu", extra)
 
 
+def laid_out(blocks):
+    """Words of kernels.experts_mxfp4."""
+    mxfp4.lay_out(blocks)
+    return blocks.flatten(-2).view(torch.int32)
+
+
 def experts_mxfp4(dtype, device):
     make = Make(dtype, device)
     for n, d, e, i, k, residual, last in (
@@ -81,7 +87,7 @@ def experts_mxfp4(dtype, device):
         ids, weights = choices(make, n, e, k)
         wide, wide_scale = stacked(mxfp4.pack, uneven(make, make.weight(e, 2 * i, d), 1, 32))
         tall, tall_scale = stacked(mxfp4.pack, uneven(make, make.weight(e, d, i), 1, 32))
-        wide, tall = (words.flatten(-2).view(torch.int32) for words in (wide, tall))
+        wide, tall = (laid_out(words) for words in (wide, tall))
         biases, extra = (make.floats(e, 2 * i), make.floats(e, d)), make.floats(n, d) if residual else None
         packed = wide, wide_scale, biases[0], tall, tall_scale, biases[1] if last else None
         yield f"{n}x{d}-{e}", (make.floats(n, d), ids, weights, *packed, "clamped_swiglu", extra)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import GPT_OSS, checkpoint
+from packed_cases import laid_out
 from packers import FP8, INT4
 from safetensors.torch import load_file, save_file
 from toys import V, one_line, pair
@@ -30,7 +31,7 @@ def test_codes_by_hand():
     for scale, factor in ((127, 1.0), (120, 2.0**-7), (130, 8.0), (0, 2.0**-127)):
         scales = torch.tensor([[scale]], dtype=torch.uint8)
         assert torch.equal(mxfp4.unpack(blocks, scales), right * factor)
-        words = blocks.flatten(-2).view(torch.int32)
+        words = laid_out(blocks.clone())
         assert torch.equal(experts_mxfp4.dequantise(words, scales), right * factor)
 
 

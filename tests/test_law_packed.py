@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from packed_cases import choices, stacked
+from packed_cases import choices, laid_out, stacked
 from test_law import same
 from test_twins import RUNS
 from twin_cases import Make
@@ -20,7 +20,7 @@ def run_of(op, make):
     wide, tall, ops = make.weight(EXPERTS, 2 * UNITS, WIDTH), make.weight(EXPERTS, WIDTH, UNITS), kernels.FUSED
     if op == "experts_mxfp4":
         (a, a_scale), (b, b_scale) = stacked(mxfp4.pack, wide), stacked(mxfp4.pack, tall)
-        a, b = (words.flatten(-2).view(torch.int32) for words in (a, b))
+        a, b = (laid_out(words) for words in (a, b))
         packed = a, a_scale, make.floats(EXPERTS, 2 * UNITS), b, b_scale, make.floats(EXPERTS, WIDTH)
         return own, lambda x, i, w, r: ops.experts_mxfp4(x, i, w, *packed, "clamped_swiglu", r)
     if op == "experts_fp8":  # gate and up each begin a block of their own

@@ -36,6 +36,7 @@ class Part:
     index: Index | None
     place: torch.Tensor
     gain: float = 1.0  # multiplies what was read
+    change: Callable[[torch.Tensor], None] | None = None  # of what was read, in place
     here: bool = True  # on this rank; others are declared so that the whole checkpoint is judged, and not read
 
 
@@ -139,11 +140,13 @@ class Source:
         cut: int | Cut | None = None,
         dtype: torch.dtype | None = None,
         gain: float = 1.0,
+        change: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
         """The parameter `name`, stored with `shape`, times `gain`; `cut` is the dimension that tensor parallelism
-        divides. Empty until `fill`. Refused: a cut that does not divide."""
+        divides. `change` is called with this rank's part when it has been read, to change it in place. Empty until
+        `fill`. Refused: a cut that does not divide."""
         local = self._locate(name, shape, cut)
-        return self._allocate((1, *local[-1]), dtype, [[local]], gain)[0]
+        return self._allocate((1, *local[-1]), dtype, [[local]], gain, change)[0]
 
     def concat(
         self, pieces: Sequence[Piece], *, cut: int | Cut | None = None, dtype: torch.dtype | None = None
@@ -271,6 +274,8 @@ class Source:
         self.checkpoint.read_into(part.place, part.name, part.index)
         if part.gain != 1:
             part.place.mul_(part.gain)
+        if part.change:
+            part.change(part.place)
         return part
 
     def _locate(self, name: str, shape: Shape, cut: int | Cut | None) -> tuple[str, Shape, Index | None, Shape]:
@@ -294,7 +299,7 @@ class Source:
         return self._allocate((len(groups), *shapes.pop()), dtype, located)
 
     def _allocate(
-        self, shape: Shape, dtype: torch.dtype | None, located: list[list], gain: float = 1.0
+        self, shape: Shape, dtype: torch.dtype | None, located: list[list], gain: float = 1.0, change=None
     ) -> torch.Tensor:
         """An empty tensor and the parts that will fill it: `located[i]` fills row i."""
         whole = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
@@ -304,7 +309,7 @@ class Source:
                 place = whole[i] if len(group) == 1 else whole[i].narrow(0, start, local[0])
                 start += local[0] if local else 0
                 self.checkpoint.expect(name, stored, whole.dtype)
-                self._book.parts.append(Part(name, stored, index, place, gain, self.here))
+                self._book.parts.append(Part(name, stored, index, place, gain, change, self.here))
         self._book.nbytes += math.prod(shape) * whole.dtype.itemsize * self.here
         return whole
 

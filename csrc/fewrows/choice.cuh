@@ -5,64 +5,89 @@
 
 namespace eagle3 {
 
-constexpr int kGroupChosen = 64; // experts of a group of rows, at most: 8 rows of 8 choices
+constexpr int kGroupChosen = 64;     // experts of a group of rows, at most: 8 rows of 8 choices
+constexpr int kGroupChoices = 8;     // of a row, at most
+constexpr int kGroupExperts = 512;   // of a layer, at most
 
-// What a group of rows chose: its experts in ascending order; of each, which rows (a bit each) with which weights.
+// What a group of rows chose: its experts in ascending order; of each, which rows (a bit each).
 struct GroupChoice {
-  float weight[kGroupChosen][kRows];
-  unsigned rows[kGroupChosen], mask[kGroupChosen];
-  int list[kGroupChosen], id[kGroupChosen], fresh[kGroupChosen];
+  uint8_t rank[kGroupChosen][kRows]; // of an expert among those of a row that chose it
+  int list[kGroupChosen], id[kGroupChosen], count;
+  unsigned rows[kGroupChosen], bits[kGroupExperts / 32];
+  float weight[kRows][kGroupChoices]; // of a row's own, in ascending order of the experts
+  uint8_t place[kRows][kGroupChoices], owns[kRows]; // their places in `list`; how many they are
+
+  // Before `take`, with a barrier between them.
+  template <int kThreads>
+  __device__ __forceinline__ void clear() {
+    for (int i = threadIdx.x; i < kGroupChosen; i += kThreads) {
+      rows[i] = 0;
+      if (i < kGroupExperts / 32) bits[i] = 0;
+    }
+  }
 };
 
-// Returns how many experts the block's group of rows chose. All threads call it; P: the parameters of a kernel, with its ids
-// and weights. Work follows the pairs (64 at most), not the experts. Ids that are no expert's are passed over.
-template <int kThreads, class P>
-__device__ __forceinline__ int choose_rows(const P &p, GroupChoice &c) {
-  constexpr int kOwn = kThreads < kGroupChosen ? kGroupChosen / kThreads : 1; // pairs of a thread
-  const int first = blockIdx.y * kRows, pairs = min(kRows, p.rows - first) * p.choices;
-  const size_t from = static_cast<size_t>(first) * p.choices;
-  int e[kOwn];
+// The (row, choice) pairs of the block's group that a thread takes care of: asked for at once, needed later.
+template <int kThreads>
+struct OwnPairs {
+  static constexpr int kOwn = kThreads < kGroupChosen ? kGroupChosen / kThreads : 1;
+  int e[kOwn], pairs;
   float w[kOwn];
+  // P: the parameters of a kernel, with ids and weights of its rows. Ids that are no expert's are passed over.
+  template <class P>
+  __device__ __forceinline__ explicit OwnPairs(const P &p) {
+    const int first = blockIdx.y * kRows;
+    const size_t from = static_cast<size_t>(first) * p.choices;
+    pairs = min(kRows, p.rows - first) * p.choices;
 #pragma unroll
-  for (int k = 0; k < kOwn; k++) {
-    const int i = threadIdx.x + k * kThreads;
-    e[k] = -1, w[k] = 0.f;
-    if (i >= pairs) continue;
-    const int64_t own = load_long(p.ids + from + i);
-    w[k] = load_float(p.weights + from + i);
-    e[k] = own >= 0 && own < p.experts ? static_cast<int>(own) : -1;
-    c.id[i] = e[k];
-  }
-  __syncthreads();
-#pragma unroll
-  for (int k = 0; k < kOwn; k++) {
-    const int i = threadIdx.x + k * kThreads;
-    if (i >= pairs) continue;
-    unsigned mask = 0;
-    bool fresh = e[k] >= 0;
-#pragma unroll 1
-    for (int j = 0, row = 0, left = p.choices; j < pairs; j++) {
-      if (c.id[j] == e[k]) mask |= 1u << row, fresh &= j >= i;
-      if (--left == 0) left = p.choices, row++;
+    for (int k = 0; k < kOwn; k++) {
+      const int i = threadIdx.x + k * kThreads;
+      e[k] = -1, w[k] = 0.f;
+      if (i >= pairs) continue;
+      const int64_t id = load_long(p.ids + from + i);
+      w[k] = load_float(p.weights + from + i);
+      e[k] = id >= 0 && id < p.experts ? static_cast<int>(id) : -1;
     }
-    c.mask[i] = mask, c.fresh[i] = fresh;
   }
-  __syncthreads();
-  int count = 0;
-#pragma unroll 4
-  for (int j = 0; j < pairs; j++) count += c.fresh[j];
+};
+
+// Returns how many experts the block's group of rows chose. All threads call it. An expert's place is the number of set bits
+// before its own: no loop over the pairs.
+template <int kThreads, class P>
+__device__ __forceinline__ int choose_rows(const P &p, const OwnPairs<kThreads> &own, GroupChoice &c) {
 #pragma unroll
-  for (int k = 0; k < kOwn; k++) {
+  for (int k = 0; k < own.kOwn; k++) {
     const int i = threadIdx.x + k * kThreads;
-    if (i >= pairs || e[k] < 0) continue;
-    int place = 0;
-#pragma unroll 2
-    for (int j = 0; j < pairs; j++) place += c.fresh[j] && c.id[j] < e[k];
-    c.weight[place][i / p.choices] = w[k];
-    if (c.fresh[i]) c.list[place] = e[k], c.rows[place] = c.mask[i];
+    if (i >= own.pairs) continue;
+    c.id[i] = own.e[k];
+    if (own.e[k] >= 0) atomicOr(c.bits + own.e[k] / 32, 1u << own.e[k] % 32);
   }
   __syncthreads();
-  return count;
+#pragma unroll
+  for (int k = 0; k < own.kOwn; k++) {
+    const int i = threadIdx.x + k * kThreads, e = own.e[k];
+    if (i >= own.pairs) continue;
+    int place = 0, all = 0;
+#pragma unroll 4
+    for (int word = 0; word < kGroupExperts / 32; word++) {
+      const unsigned bits = c.bits[word];
+      all += __popc(bits);
+      if (word * 32 < e) place += __popc(word < e / 32 ? bits : bits & ((1u << e % 32) - 1));
+    }
+    const int row = i / p.choices;
+    int rank = 0, owns = 0;
+#pragma unroll 1
+    for (int j = row * p.choices; j < (row + 1) * p.choices; j++) owns += c.id[j] >= 0, rank += c.id[j] >= 0 && c.id[j] < e;
+    if (i == 0) c.count = all;
+    c.owns[row] = static_cast<uint8_t>(owns); // the same from every pair of the row
+    if (e < 0) continue;
+    c.list[place] = e; // likewise
+    atomicOr(c.rows + place, 1u << row);
+    c.weight[row][rank] = own.w[k];
+    c.place[row][rank] = static_cast<uint8_t>(place), c.rank[place][row] = static_cast<uint8_t>(rank);
+  }
+  __syncthreads();
+  return c.count;
 }
 
 } // namespace eagle3

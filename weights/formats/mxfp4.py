@@ -2,7 +2,8 @@
 
 A matrix W [out, in] is stored as `_blocks` uint8 [out, in / 32, 16] and `_scales` uint8 [out, in / 32]: a byte holds
 two codes of e2m1 (sign, two bits of exponent, one of mantissa), the even element in its low half, w = code * 2^(scale -
-127). Four bytes, read as an int32, are eight codes in order, the lowest bits first.
+127). Four bytes, read as an int32, are eight codes; once read, their bits are laid out anew, as kernels.experts_mxfp4
+has them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from weights.source import Source
 
 GROUP, HALF = 32, 16  # elements and bytes of a group
 CODES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MAGNITUDES, SIGNS = (6, 22, 3, 19, 0, 16, 9, 25), (15, 31, 12, 28, 13, 29, 14, 30)  # where an element's lowest bits go
+AT_ONCE = 16  # experts whose words are laid out together: temporaries of 16 are 130 MB of gpt-oss
 
 
 def unpack(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -38,6 +41,16 @@ def pack(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     codes = torch.bucketize(torch.ldexp(groups, -power.int()).abs().contiguous(), middles) + 8 * (groups < 0)
     low, high = codes.to(torch.uint8).unflatten(-1, (HALF, 2)).unbind(-1)
     return low | high << 4, (power.squeeze(-1) + 127).to(torch.uint8)
+
+
+def lay_out(blocks: torch.Tensor) -> None:
+    """Bytes as stored, uint8 [..., 16] -> words as kernels take them, in place."""
+    for words in blocks.view(torch.int32).split(AT_ONCE):
+        laid = torch.zeros_like(words)
+        for element, (low, sign) in enumerate(zip(MAGNITUDES, SIGNS, strict=True)):
+            code = words >> 4 * element
+            laid |= (code & 7) << low | (code >> 3 & 1) << sign
+        words.copy_(laid)
 
 
 @dataclass(frozen=True)
@@ -92,19 +105,21 @@ class Mxfp4:
         for what, size in (("hidden size", hidden), ("expert width", intermediate)):
             if size % GROUP:
                 raise Refused(f"{source.where}: the {what} {size} is not made of whole groups of {GROUP}")
-        e, d, i, parts, byte = experts, hidden, intermediate, intermediate // GROUP, torch.uint8
+        e, d, i, parts = experts, hidden, intermediate, intermediate // GROUP
         rows, columns = (Cut(0), Cut(0)) if dealt else (Cut(1, parts), Cut(2, parts))
+        wide, tall = (e, 2 * i, d // GROUP), (e, d, i // GROUP)
         down_bias = source.take("down_proj_bias", (e, d), cut=0 if dealt else None)
         return Mxfp4Experts(
-            gate_up=_words(source.take("gate_up_proj_blocks", (e, 2 * i, d // GROUP, HALF), cut=rows, dtype=byte)),
-            gate_up_scale=source.take("gate_up_proj_scales", (e, 2 * i, d // GROUP), cut=rows, dtype=byte),
+            gate_up=_words(source, "gate_up_proj_blocks", wide, rows),
+            gate_up_scale=source.take("gate_up_proj_scales", wide, cut=rows, dtype=torch.uint8),
             gate_up_bias=source.take("gate_up_proj_bias", (e, 2 * i), cut=rows),
-            down=_words(source.take("down_proj_blocks", (e, d, i // GROUP, HALF), cut=columns, dtype=byte)),
-            down_scale=source.take("down_proj_scales", (e, d, i // GROUP), cut=columns, dtype=byte),
+            down=_words(source, "down_proj_blocks", tall, columns),
+            down_scale=source.take("down_proj_scales", tall, cut=columns, dtype=torch.uint8),
             down_bias=down_bias if dealt or source.rank == 0 else None,
         )
 
 
-def _words(blocks: torch.Tensor) -> torch.Tensor:
-    """The same bytes as int32 [E, out, in / 8]."""
+def _words(source: Source, name: str, groups: tuple[int, int, int], cut: Cut) -> torch.Tensor:
+    """Stored uint8 [E, out, groups, 16] as int32 [E, out, in / 8]."""
+    blocks = source.take(name, (*groups, HALF), cut=cut, dtype=torch.uint8, change=lay_out)
     return blocks.flatten(-2).view(torch.int32)

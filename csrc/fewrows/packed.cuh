@@ -1,0 +1,401 @@
+// Grouped experts of few rows over four-bit codes in groups of 32 columns: gate and up of every expert that a group of rows
+// chose, then down with the weighted sum, a shared expert and the residual. int4.cuh and fp4.cuh say what the codes mean.
+//
+// A word holds eight codes of a row. A lane reads the four words of a group, a warp the four groups of a span for 8 rows; codes
+// and scales wait in registers, the next ones are asked for where the last ones were. Everything but the rows is asked for
+// before the wait wherever it is known, and shared memory stays small: half of it is left to L1, where loads in flight live.
+//
+// P: parameters of a kernel; its P::Format has
+//   Scale: as stored; Factor, factor(stored): what codes of a group are multiplied by; decode(word, factor): a row's A operands
+//   of two mma; kLarge: scales may be `large`, and then enlarge(a, stored) multiplies by what the factor left;
+//   operand(natural): eight columns in the order of decode, place(i): where one of eight lies in that order;
+//   kWoven: gate and up rows lie in turn; Bias: of a gate and its up; kBias: down has biases; Beside: a shared expert's part of
+//   down, SharedDown or NothingBeside; activation(gate, up).
+#pragma once
+
+#include "choice.cuh"
+
+namespace eagle3 {
+
+constexpr int kGroup = 32, kSpan = 128; // columns that share a scale; that a quad of lanes reads at once
+constexpr int kUnitSpans = 2;           // spans of down's rows that are in registers at a time
+constexpr int kUnit = kUnitSpans * kSpan;
+
+// Where column i of a row of `hidden` lies: lane t of a span finds its group's eights 4 chunks apart, each in F's order.
+template <class F>
+__device__ __forceinline__ int hidden_place(int i) {
+  return i / kSpan * kSpan + (i % kGroup / 8 * 4 + i % kSpan / kGroup) * 8 + F::place(i % 8);
+}
+
+// One row's part in a lane's span: 32 codes and their scale. Zeros where `live` is false.
+template <class F>
+struct Codes {
+  uint4 words;
+  uint32_t stored;
+  // at: of the word, a group has four
+  __device__ __forceinline__ void fetch(const uint32_t *codes, const typename F::Scale *scales, int at, bool live) {
+    words = live ? load_weights(codes + at) : make_uint4(0, 0, 0, 0);
+    stored = live ? __ldg(scales + (at >> 2)) : 0;
+  }
+};
+
+// Products of a span of rows g (and g + 8, where there is a bottom) with the group's rows, b: the lane's columns, as
+// P::Format::operand orders them. kLarge: scales may be too large for one multiplication.
+template <class F, bool kLarge>
+__device__ __forceinline__ void multiply_span(float4 &c, float4 &odd, const Codes<F> &top, const Codes<F> *bottom, const uint4 *b) {
+  const typename F::Factor first = F::factor(top.stored), second = F::factor(bottom ? bottom->stored : 0);
+  const uint32_t *tops = reinterpret_cast<const uint32_t *>(&top.words);
+  const uint32_t *bottoms = reinterpret_cast<const uint32_t *>(&(bottom ? bottom->words : top.words));
+#pragma unroll
+  for (int eight = 0; eight < 4; eight++) {
+    uint4 above = F::decode(tops[eight], first), below = make_uint4(0, 0, 0, 0);
+    if (bottom) below = F::decode(bottoms[eight], second);
+    if constexpr (kLarge) {
+      F::enlarge(above, top.stored);
+      if (bottom) F::enlarge(below, bottom->stored);
+    }
+    mma(c, above.x, below.x, above.y, below.y, b[eight].x, b[eight].y);
+    mma(odd, above.z, below.z, above.w, below.w, b[eight].z, b[eight].w);
+  }
+}
+
+template <bool kValue>
+struct Flag {
+  static constexpr bool value = kValue;
+};
+
+// Columns of a row of `hidden`: whole units.
+template <class P>
+__host__ __device__ __forceinline__ int padded_width(const P &p) {
+  return (p.width + kUnit - 1) / kUnit * kUnit;
+}
+template <class P>
+__device__ __forceinline__ size_t hidden_row(const P &p, int u, int r) {
+  return ((static_cast<size_t>(blockIdx.y) * kGroupChosen + u) * kRows + r) * padded_width(p);
+}
+
+// A walk over tiles of eight gates and their ups, dealt to the blocks in turn: place in the list of experts, tile of it.
+struct TileWalk {
+  int u, tile;
+  int each, more_u, more_tile; // tiles of an expert; a step
+  __device__ __forceinline__ explicit TileWalk(int each)
+      : u(static_cast<int>(blockIdx.x) / each), tile(static_cast<int>(blockIdx.x) % each), each(each),
+        more_u(static_cast<int>(gridDim.x) / each), more_tile(static_cast<int>(gridDim.x) % each) {}
+  __device__ __forceinline__ void next() {
+    u += more_u, tile += more_tile;
+    if (tile >= each) tile -= each, u++;
+  }
+};
+
+// Gate, up and activation. A tile is 8 gates on top of their ups; a warp does kSpans spans of the columns, the warps' sums are
+// added in ascending order.
+template <class P, int kWarps, int kSpans, int kResident>
+__global__ void __launch_bounds__(kWarps * 32, kResident) packed_gate_up(P p) {
+  using F = typename P::Format;
+  __shared__ float4 red[2][kWarps * 32];
+  __shared__ GroupChoice choice;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int column = warp * kSpans * kSpan + t * kGroup, row = blockIdx.y * kRows + g;
+  choice.template clear<kWarps * 32>();
+  __syncthreads();
+  wait_for_predecessor();
+  const OwnPairs<kWarps * 32> own(p);
+  uint4 b[kSpans * 4];
+#pragma unroll
+  for (int i = 0; i < kSpans * 4; i++) {
+    const int at = column + i / 4 * kSpan + i % 4 * 8;
+    b[i] = row < p.rows && at < p.columns ? load_rows(p.x + static_cast<size_t>(row) * p.columns + at) : make_uint4(0, 0, 0, 0);
+  }
+  const int count = choose_rows(p, own, choice);
+  launch_dependents(); // the next kernel reads ids and weights before it waits: they are older than this one
+  TileWalk now(p.width / 8), ahead = now;
+  Codes<F> top[kSpans], bottom[kSpans];
+  const uint32_t *codes;
+  const typename F::Scale *scales;
+  int gate; // where the lane's columns of its gate begin, in words of an expert
+  const int words = p.columns / 8, below = F::kWoven ? words : p.width * words; // from a gate to its up
+  auto aim = [&](const TileWalk &at) {
+    const size_t before = static_cast<size_t>(choice.list[at.u]) * static_cast<unsigned>(2 * p.width * words);
+    codes = p.gate_up + before, scales = p.gate_up_scale + before / 4;
+    gate = (at.tile * 8 + g) * (F::kWoven ? 2 : 1) * words + column / 8;
+  };
+  auto fetch = [&](int q) {
+    const bool live = column + q * kSpan < p.columns;
+    top[q].fetch(codes, scales, gate + q * (kSpan / 8), live);
+    bottom[q].fetch(codes, scales, gate + below + q * (kSpan / 8), live);
+  };
+  if (now.u < count) {
+    aim(now);
+#pragma unroll
+    for (int q = 0; q < kSpans; q++) fetch(q);
+  }
+#pragma unroll
+  for (int i = 0; i < kSpans * 4; i++) b[i] = F::operand(b[i]);
+#pragma unroll 1
+  for (int turn = 0; now.u < count; turn++, now = ahead) {
+    const bool mine = warp == turn % kWarps; // whose turn it is to add
+    const typename F::Bias bias(p, choice.list[now.u], now.tile * 8 + g, mine);
+    float4 c = make_float4(0.f, 0.f, 0.f, 0.f), odd = c;
+    ahead.next();
+    const bool more = ahead.u < count;
+    if (more) aim(ahead);
+    auto multiply_all = [&](auto large) {
+#pragma unroll
+      for (int q = 0; q < kSpans; q++) {
+        multiply_span<F, decltype(large)::value>(c, odd, top[q], &bottom[q], b + q * 4);
+        if (more) fetch(q);
+      }
+    };
+    bool large = false;
+    if constexpr (F::kLarge)
+#pragma unroll
+      for (int q = 0; q < kSpans; q++) large |= F::large(max(top[q].stored, bottom[q].stored));
+    if (F::kLarge && __any_sync(kAll, large))
+      multiply_all(Flag<F::kLarge>());
+    else
+      multiply_all(Flag<false>());
+    float4 *const sums = red[turn & 1];
+    sums[threadIdx.x] = add(c, odd);
+    __syncthreads();
+    if (!mine) continue;
+    float4 v = sums[lane];
+#pragma unroll
+    for (int w = 1; w < kWarps; w++) v = add(v, sums[w * 32 + lane]);
+    const int r = 2 * t;
+    bf16 *to = p.hidden + hidden_row(p, now.u, r) + hidden_place<F>(now.tile * 8 + g);
+    const unsigned rows = choice.rows[now.u] >> r;
+    if (rows & 1) to[0] = __float2bfloat16(F::activation(v.x + bias.gate(), v.z + bias.up()));
+    if (rows & 2) to[padded_width(p)] = __float2bfloat16(F::activation(v.y + bias.gate(), v.w + bias.up()));
+  }
+}
+
+// How down divides the width of an expert: parts of `per` spans each, so that one row's experts are work for all warps. By the
+// model's sizes alone.
+struct DownParts {
+  int spans, per, parts;
+  __host__ __device__ __forceinline__ DownParts(int width, int choices, int warps) : spans((width + kSpan - 1) / kSpan) {
+    const int units = (spans + kUnitSpans - 1) / kUnitSpans, most = warps / choices < 1 ? 1 : warps / choices;
+    per = (units + most - 1) / most * kUnitSpans;
+    parts = (spans + per - 1) / per;
+  }
+};
+
+// A warp's walk over the units of its jobs: a job is a part of an expert, every kWarps-th is this warp's.
+template <int kWarps>
+struct DownWalk {
+  int job, u, part, span, end; // end: of the part's spans
+  __device__ __forceinline__ void begin(const DownParts &d, int own) {
+    job = own, u = static_cast<int>(static_cast<unsigned>(job) / static_cast<unsigned>(d.parts)), part = job - u * d.parts;
+    span = part * d.per, end = min(d.spans, span + d.per);
+  }
+  __device__ __forceinline__ void next(const DownParts &d) {
+    span += kUnitSpans;
+    if (span >= end) begin(d, job + kWarps);
+  }
+};
+
+// The shared expert's part of down: every warp a slice of its width, weights in slots of a thread's own from before the wait.
+template <int kWarps, int kHalves>
+struct SharedDown {
+  static constexpr int kTiles = (kHalves + 1) / 2;
+  const int pieces; // of a warp
+  float4 *const red; // [warps][tiles][32]
+  uint4 *const slots;
+  template <class P>
+  __device__ __forceinline__ SharedDown(const P &p, float *memory)
+      : pieces(p.shared_width / (kWarps * kPiece)), red(reinterpret_cast<float4 *>(memory)),
+        slots(reinterpret_cast<uint4 *>(red + kWarps * kTiles * 32) + threadIdx.x) {}
+  template <class P>
+  static size_t bytes(const P &p) {
+    return p.shared_width ? static_cast<size_t>(kWarps) * 32 * kTiles * (sizeof(float4) + p.shared_width / (kWarps * kPiece) * 2 * sizeof(uint4)) : 0;
+  }
+  template <class P>
+  __device__ __forceinline__ void fetch(const P &p, int first, int last) {
+    if (!pieces) return;
+    const int lane = threadIdx.x & 31, slice = (threadIdx.x >> 5) * pieces * kPiece + (lane & 3) * 8;
+#pragma unroll 1
+    for (int i = 0; i < 2 * kTiles * pieces; i++) { // [tile][piece][half]
+      const int out = min(first + i / (2 * pieces) * kOutputs + (i & 1) * 8 + (lane >> 2), last - 1);
+      copy_async(slots + i * kWarps * 32, p.shared_down + static_cast<size_t>(out) * p.shared_width + slice + i / 2 % pieces * kPiece, true);
+    }
+    commit_copies();
+  }
+  // This warp's slice, into shared memory.
+  template <class P>
+  __device__ __forceinline__ void multiply(const P &p) const {
+    if (!pieces) return;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row = blockIdx.y * kRows + (lane >> 2);
+    const bf16 *from = p.shared + static_cast<size_t>(row < p.rows ? row : 0) * p.shared_width + warp * pieces * kPiece + (lane & 3) * 8;
+    float4 sums[kTiles] = {};
+    wait_copies<0>();
+#pragma unroll 1
+    for (int i = 0; i < pieces; i++) {
+      const uint4 x = row < p.rows ? load_rows(from + i * kPiece) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+      for (int j = 0; j < kTiles; j++) {
+        const uint4 *w = slots + 2 * (j * pieces + i) * kWarps * 32;
+        mma_piece(sums[j], w[0], w[kWarps * 32], x);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kTiles; j++) red[(warp * kTiles + j) * 32 + lane] = sums[j];
+  }
+  // Of output `o` of the block and row r: the warps' sums in ascending order.
+  __device__ __forceinline__ float sum(int o, int r) const {
+    const int which = (o >> 3 & 1) * 2 + (r & 1), lane = (o & 7) * 4 + r / 2;
+    float total = 0.f;
+#pragma unroll 1
+    for (int w = 0; pieces && w < kWarps; w++) total += reinterpret_cast<const float *>(red + (w * kTiles + o / kOutputs) * 32 + lane)[which];
+    return total;
+  }
+};
+
+template <int kWarps, int kHalves>
+struct NothingBeside {
+  template <class P>
+  __device__ __forceinline__ NothingBeside(const P &, float *) {}
+  template <class P>
+  static size_t bytes(const P &) { return 0; }
+  template <class P>
+  __device__ __forceinline__ void fetch(const P &, int, int) const {}
+  template <class P>
+  __device__ __forceinline__ void multiply(const P &) const {}
+  __device__ __forceinline__ float sum(int, int) const { return 0.f; }
+};
+
+// Down, bias, weighted sum, shared expert, residual. Blocks share the outputs evenly, kHalves times 8 at most; the warps of a
+// block share the experts and the parts of their width. Sums lie in shared memory by a row's own experts, in ascending order.
+template <class P, int kWarps, int kHalves, int kResident>
+__global__ void __launch_bounds__(kWarps * 32, kResident) packed_down(P p) {
+  using F = typename P::Format;
+  constexpr int kTiles = (kHalves + 1) / 2, kOwn = kHalves * 8; // outputs of the block
+  static_assert(kOwn * kRows <= kWarps * 32, "a thread for each output and row");
+  extern __shared__ uint4 down_memory[];
+  __shared__ GroupChoice choice;
+  __shared__ bf16 biases[F::kBias ? kGroupChosen : 1][F::kBias ? kOwn : 1];
+  float *const sums = reinterpret_cast<float *>(down_memory); // [parts][choices][kOwn][8]
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const DownParts parts(p.width, p.choices, kWarps);
+  const int first = share_begin(p.columns, blockIdx.x), last = share_begin(p.columns, blockIdx.x + 1);
+  choice.template clear<kWarps * 32>();
+  const OwnPairs<kWarps * 32> own(p); // older than the kernel before this one
+  typename F::template Beside<kWarps, kHalves> beside(p, sums + parts.parts * p.choices * kOwn * kRows);
+  beside.fetch(p, first, last);
+  __syncthreads();
+  const int count = choose_rows(p, own, choice), jobs = count * parts.parts;
+  DownWalk<kWarps> now, ahead;
+  now.begin(parts, warp), ahead = now;
+  Codes<F> half[kHalves][kUnitSpans];
+  const int words = p.width / 8;
+  int out[kHalves]; // where the lane's rows begin, in words of an expert; past the block's last output its last one again
+#pragma unroll
+  for (int h = 0; h < kHalves; h++) out[h] = min(first + h * 8 + g, last - 1) * words;
+  const uint32_t *codes;
+  const typename F::Scale *scales;
+  auto aim = [&](const DownWalk<kWarps> &at) {
+    const size_t before = static_cast<size_t>(choice.list[at.u]) * static_cast<unsigned>(p.columns * words);
+    codes = p.down + before, scales = p.down_scale + before / 4;
+  };
+  auto fetch = [&](const DownWalk<kWarps> &at, int q) {
+    const int group = (at.span + q) * 4 + t;
+#pragma unroll
+    for (int h = 0; h < kHalves; h++) half[h][q].fetch(codes, scales, out[h] + group * 4, group * 4 < words);
+  };
+  if (now.job < jobs) {
+    aim(now);
+#pragma unroll
+    for (int q = 0; q < kUnitSpans; q++) fetch(now, q);
+  }
+  if constexpr (F::kBias)
+#pragma unroll 1
+    for (int i = threadIdx.x; p.down_bias && i < count * kOwn; i += kWarps * 32)
+      biases[i / kOwn][i % kOwn] = p.down_bias[static_cast<size_t>(choice.list[i / kOwn]) * p.columns + min(first + i % kOwn, last - 1)];
+  wait_for_predecessor();
+  launch_dependents();
+  uint4 b[kUnitSpans * 4] = {};
+  auto rows = [&](const DownWalk<kWarps> &at, int q) { // where nothing is read, what was there meets zeros or is left out
+    if (!(choice.rows[at.u] >> g & 1) || ((at.span + q) * 4 + t) * kGroup >= p.width) return;
+    const bf16 *from = p.hidden + hidden_row(p, at.u, g) + (at.span + q) * kSpan + t * 8;
+#pragma unroll
+    for (int i = 0; i < 4; i++) b[q * 4 + i] = load_rows(from + i * kPiece);
+  };
+  if (now.job < jobs)
+#pragma unroll
+    for (int q = 0; q < kUnitSpans; q++) rows(now, q);
+  const int o = threadIdx.x / kRows, r = threadIdx.x % kRows, row = blockIdx.y * kRows + r; // what this thread adds in the end
+  const bool owner = o < kOwn && first + o < last && row < p.rows;
+  const int to = row * p.columns + first + o;
+  const float carried = owner && p.residual ? load_bf16(p.residual + to) : 0.f;
+  beside.multiply(p);
+  float4 c[kTiles] = {}, odd[kTiles] = {};
+#pragma unroll 1
+  for (; now.job < jobs; now = ahead) {
+    ahead.next(parts);
+    const bool more = ahead.job < jobs;
+    if (more) aim(ahead);
+    auto multiply_all = [&](auto large) {
+#pragma unroll
+      for (int q = 0; q < kUnitSpans; q++) {
+#pragma unroll
+        for (int h = 0; h < kHalves; h += 2)
+          multiply_span<F, decltype(large)::value>(c[h / 2], odd[h / 2], half[h][q], h + 1 < kHalves ? &half[h + 1][q] : nullptr, b + q * 4);
+        if (more) fetch(ahead, q), rows(ahead, q);
+      }
+    };
+    bool large = false;
+    if constexpr (F::kLarge)
+#pragma unroll
+      for (int i = 0; i < kHalves * kUnitSpans; i++) large |= F::large(half[i / kUnitSpans][i % kUnitSpans].stored);
+    if (F::kLarge && __any_sync(kAll, large))
+      multiply_all(Flag<F::kLarge>());
+    else
+      multiply_all(Flag<false>());
+    if (ahead.job == now.job) continue;
+#pragma unroll
+    for (int j = 0; j < kTiles; j++) {
+      const float4 v = add(c[j], odd[j]);
+      const float *of = &v.x;
+#pragma unroll
+      for (int i = 0; i < (2 * j + 1 < kHalves ? 4 : 2); i++) {
+        const int r = 2 * t + (i & 1);
+        if (choice.rows[now.u] >> r & 1)
+          sums[((now.part * p.choices + choice.rank[now.u][r]) * kOwn + j * kOutputs + (i & 2) * 4 + g) * kRows + r] = of[i];
+      }
+      c[j] = odd[j] = make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+  }
+  __syncthreads();
+  if (!owner) return;
+  float total = 0.f;
+#pragma unroll 1
+  for (int k = 0; k < choice.owns[r]; k++) {
+    float sum = 0.f;
+#pragma unroll 4
+    for (int part = 0; part < parts.parts; part++) sum += sums[((part * p.choices + k) * kOwn + o) * kRows + r];
+    if constexpr (F::kBias)
+      if (p.down_bias) sum += __bfloat162float(biases[choice.place[r][k]][o]);
+    total = fmaf(choice.weight[r][k], sum, total);
+  }
+  p.y[to] = __float2bfloat16(total + beside.sum(o, r) + carried);
+}
+
+template <int kWarps, int kSpans, int kResident, class P>
+inline cudaError_t launch_packed_gate_up(const P &p, int multiprocessors, cudaStream_t stream) {
+  const dim3 grid(multiprocessors * kResident, (p.rows + kRows - 1) / kRows);
+  return launch(packed_gate_up<P, kWarps, kSpans, kResident>, grid, kWarps * 32, 0, stream, 1, p);
+}
+
+template <int kWarps, int kHalves, int kResident, class P>
+inline cudaError_t launch_packed_down(const P &p, int blocks, cudaStream_t stream) {
+  const dim3 grid(blocks, (p.rows + kRows - 1) / kRows);
+  size_t shared = static_cast<size_t>(DownParts(p.width, p.choices, kWarps).parts) * p.choices * kHalves * 8 * kRows * sizeof(float);
+  shared += P::Format::template Beside<kWarps, kHalves>::bytes(p);
+  return launch(packed_down<P, kWarps, kHalves, kResident>, grid, kWarps * 32, shared, stream, 1, p);
+}
+
+template <class P>
+inline bool packed_serves(const P &p) {
+  return p.choices <= kGroupChoices && p.choices <= p.experts && p.experts <= kGroupExperts && p.width % kGroup == 0;
+}
+
+} // namespace eagle3
