@@ -7,7 +7,7 @@ from . import routing
 from .structs import structure
 from .tile import groups
 
-COLUMNS, LONG, LONGEST = (256, 2880), 512, 16384  # of router.cuh; others: multiples of LONG
+COLUMNS = (256, 512, 2048, 2880, 4096, 5120, 7168)  # of router.cuh
 MOST_EXPERTS, MOST_CHOICES, MOST_GROUPS, MOST_TILES = 512, 32, 32, 64
 SCORES = tuple(routing.SCORES)  # in the order of router.cuh's
 
@@ -22,8 +22,7 @@ Router = structure(
 def serves(x, gate, rule):
     """Whether a kernel is built for these sizes."""
     (experts, columns), few = gate.shape, rule.top_k <= MOST_CHOICES and rule.groups <= MOST_GROUPS
-    fits = columns in COLUMNS or (columns % LONG == 0 and columns <= LONGEST)
-    return fits and experts <= MOST_EXPERTS and few and groups(x.shape[0]) <= MOST_TILES
+    return columns in COLUMNS and experts <= MOST_EXPERTS and few and groups(x.shape[0]) <= MOST_TILES
 
 
 def route(library, x, norm_weight, eps, gate, rule, bias=None, correction=None, shared=None):

@@ -7,15 +7,12 @@
 
 #include "common.cuh"
 #include "project.cuh"
-#include "stream.cuh"
 
 namespace eagle3 {
 
 constexpr int kRouted = 512; // experts at most
 
 enum Score { kSoftmax, kSigmoid, kLogits }; // as kernels.routing.SCORES
-
-constexpr size_t kLongRing = static_cast<size_t>(4) * 3 * 16 * 512; // of long rows: activations beside the weights
 
 struct Router {
   const bf16 *x;           // [rows, columns] residual stream
@@ -53,8 +50,8 @@ __device__ __forceinline__ float warp_max(float v) {
 }
 
 // One row's experts in a warp: lane l holds l, l + 32, …
+template <int kMany>
 struct Candidates {
-  static constexpr int kMany = kRouted / 32;
   uint32_t key[kMany];
 
   static __device__ __forceinline__ bool in_group(int e, int g, int size) { return e >= g * size && e < (g + 1) * size; }
@@ -119,8 +116,10 @@ struct Scores {
   uint32_t key[kRows][kRouted]; // that sort like what the choice goes by; 0: no expert
 };
 
-// Ids and weights of row `row` of the group, by one warp, from its scores.
-__device__ __forceinline__ void choose_row(const Router &p, Scores &s, int row) {
+// Ids and weights of row `row` of the group, by one warp, from its scores, 32 * kMany experts at most. `rehearsed`: nothing is
+// written; see `route`.
+template <int kMany>
+__device__ __forceinline__ void choose_row(const Router &p, Scores &s, int row, bool rehearsed) {
   const int lane = threadIdx.x & 31;
   float *score = s.of[row];
   if (p.score == kSoftmax) {
@@ -138,9 +137,9 @@ __device__ __forceinline__ void choose_row(const Router &p, Scores &s, int row) 
     }
     __syncwarp();
   }
-  Candidates all;
+  Candidates<kMany> all;
 #pragma unroll
-  for (int j = 0; j < Candidates::kMany; j++) all.key[j] = s.key[row][j * 32 + lane];
+  for (int j = 0; j < kMany; j++) all.key[j] = s.key[row][j * 32 + lane];
   if (p.groups > 1) all.keep_groups(p.experts / p.groups, p.groups, p.top_groups, p.group_best);
   int id = 0;
 #pragma unroll 1
@@ -156,15 +155,24 @@ __device__ __forceinline__ void choose_row(const Router &p, Scores &s, int row) 
     own = __fdividef(raised, warp_sum(raised));
   }
   if (p.renormalise) own = __fdividef(own, warp_sum(own) + 1e-20f);
-  if (!real) return;
+  if (!real || rehearsed) return;
   const size_t at = (static_cast<size_t>(blockIdx.y) * kRows + row) * p.choices + lane;
   p.ids[at] = id;
   p.weights[at] = own * p.scale;
 }
 
-// The choice of the block's group of rows, all logits being there. All threads call it.
+__device__ __forceinline__ void choose_row(const Router &p, Scores &s, int row, bool rehearsed) {
+  if (p.experts <= 128)
+    choose_row<4>(p, s, row, rehearsed);
+  else if (p.experts <= 256)
+    choose_row<8>(p, s, row, rehearsed);
+  else
+    choose_row<kRouted / 32>(p, s, row, rehearsed);
+}
+
+// Fills the scores of `live` rows from their logits; zeros past the last expert.
 template <int kThreads>
-__device__ __forceinline__ void choose_group(const Router &p, Scores &s, int live) {
+__device__ __forceinline__ void score_group(const Router &p, Scores &s, int live) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < live * kRouted; i += kThreads) {
     const int row = i / kRouted, e = i % kRouted;
@@ -179,190 +187,149 @@ __device__ __forceinline__ void choose_group(const Router &p, Scores &s, int liv
     s.of[row][e] = v;
     s.key[row][e] = key;
   }
-  __syncthreads();
-#pragma unroll 1
-  for (int r = threadIdx.x >> 5; r < live; r += kThreads / 32) choose_row(p, s, r);
 }
 
-// A tile's 16 rows: 8 experts (rows 0-3 and 8-11), 4 units of the shared expert (gates 4-7, ups 12-15).
+// The block's share of the weight rows: its units' gates and ups in turn, then its experts.
 struct Shares {
-  int expert, experts_end, unit, units_end;
+  int expert, unit, gated, count; // the first of each; rows of units, rows in all
   __device__ __forceinline__ explicit Shares(const Router &p)
-      : expert(share_begin(p.experts, blockIdx.x)), experts_end(share_begin(p.experts, blockIdx.x + 1)),
-        unit(share_begin(p.width, blockIdx.x)), units_end(share_begin(p.width, blockIdx.x + 1)) {}
-  __device__ __forceinline__ int tiles() const { return max((experts_end - expert + 7) / 8, (units_end - unit + 3) / 4); }
-  // as Stream's Aim, from column `column` on
-  __device__ __forceinline__ void aim(const Router &p, int tile, int column, const bf16 *&top, const bf16 *&bottom,
-                                      bool &has_top, bool &has_bottom) const {
-    const int g = (threadIdx.x & 31) >> 2;
-    if (g < 4) {
-      const int e = expert + tile * 8 + g;
-      has_top = e < experts_end;
-      has_bottom = e + 4 < experts_end;
-      top = p.gate + static_cast<size_t>(e) * p.columns + column;
-      bottom = top + 4 * p.columns;
-    } else {
-      const int i = unit + tile * 4 + g - 4;
-      has_top = has_bottom = i < units_end;
-      top = p.shared + static_cast<size_t>(i) * p.columns + column;
-      bottom = top + static_cast<size_t>(p.width) * p.columns;
-    }
+      : expert(share_begin(p.experts, blockIdx.x)), unit(share_begin(p.width, blockIdx.x)),
+        gated(2 * (share_begin(p.width, blockIdx.x + 1) - unit)), count(gated + share_begin(p.experts, blockIdx.x + 1) - expert) {}
+  __device__ __forceinline__ const bf16 *row(const Router &p, int i) const {
+    return i < gated ? p.shared + static_cast<size_t>(unit + i / 2 + (i & 1) * p.width) * p.columns
+                     : p.gate + static_cast<size_t>(expert + i - gated) * p.columns;
   }
 };
 
-// Products of one tile: thread (component, lane) as in sum_partials; scale: as in store_tile.
-template <int kThreads>
-__device__ __forceinline__ void store_routed(const Router &p, const Shares &s, int tile, const float *red, float scale = 1.f) {
-  if (threadIdx.x >= 128) return;
-  const int which = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2;
-  const int row = blockIdx.y * kRows + 2 * (lane & 3) + (which & 1);
-  if (row >= p.rows) return;
-  if (g < 4) {
-    const int e = s.expert + tile * 8 + g + (which & 2 ? 4 : 0);
-    if (e >= s.experts_end) return;
-    const float v = scale * sum_partials<kThreads>(red, which, lane);
-    p.logits[static_cast<size_t>(row) * p.experts + e] = p.bias ? v + __bfloat162float(p.bias[e]) : v;
-  } else if (which < 2) {
-    const int i = s.unit + tile * 4 + g - 4;
-    if (i >= s.units_end) return;
-    const float gate = scale * sum_partials<kThreads>(red, which, lane), v = silu(gate) * scale * sum_partials<kThreads>(red, which + 2, lane);
-    p.hidden[static_cast<size_t>(row) * p.width + i] = __float2bfloat16(v);
-  }
+// Eight columns of the normed rows, from column `column` on; at: their place in all rows.
+__device__ __forceinline__ void write_normed(const Router &p, size_t at, int column, float factor) {
+  uint4 v = load_rows(p.x + at);
+  const uint4 gains = load_weights(p.gamma + column);
+  uint32_t *w = reinterpret_cast<uint32_t *>(&v);
+  const uint32_t *gain = reinterpret_cast<const uint32_t *>(&gains);
+#pragma unroll
+  for (int j = 0; j < 4; j++) w[j] = pack(low(w[j]) * factor * low(gain[j]), high(w[j]) * factor * high(gain[j]));
+  *reinterpret_cast<uint4 *>(p.normed + at) = v;
 }
 
-// The end of a block: the last one of its group chooses. `memory`: dynamic shared memory, all read.
-template <int kThreads>
-__device__ __forceinline__ void finish(const Router &p, void *memory) {
-  __shared__ bool last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    last = arrive(p.arrivals + blockIdx.y) == gridDim.x - 1;
-    if (last) p.arrivals[blockIdx.y] = 0;
-  }
-  __syncthreads();
-  if (last) choose_group<kThreads>(p, *static_cast<Scores *>(memory), min(kRows, p.rows - static_cast<int>(blockIdx.y) * kRows));
-}
-
+// Norm, logits and the shared expert's units. A tile is 8 weight rows, half of an mma's 16, so that a block's usual share, which
+// is less than 8, is on its way in registers before the wait. Rows take their gains on the way into shared memory; their own
+// factors come with the sums. The last block of a group chooses.
 template <int kThreads, int kPieces>
 __global__ void __launch_bounds__(kThreads, 1) route(Router p) {
-  constexpr int kWarps = kThreads / 32;
-  extern __shared__ uint4 ring_memory[];
-  __shared__ float red[2][4 * kThreads];
-  __shared__ float partial[kWarps * kRows];
-  __shared__ uint4 gains[kThreads / 8 * kPieces];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2;
-  const int column = warp * kPieces * kPiece + (lane & 3) * 8, row = blockIdx.y * kRows + g;
+  constexpr int kWarps = kThreads / 32, kDepth = kPieces > 14 ? kPieces / 2 : kPieces;
+  constexpr int kChunks = kThreads * kPieces / 8, kOwn = (kChunks + kThreads - 1) / kThreads, kPitch = kChunks + 4; // of 8 columns
+  extern __shared__ uint4 route_memory[]; // [rows][kPitch], then the scores
+  __shared__ float red[2][kWarps][64];
+  __shared__ float squares[kWarps][kRows];
+  __shared__ bool last;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int live = min(kRows, p.rows - static_cast<int>(blockIdx.y) * kRows);
+  const bf16 *const x = p.x + static_cast<size_t>(blockIdx.y) * kRows * p.columns;
   const Shares shares(p);
-  auto aim = [&](int tile, const bf16 *&top, const bf16 *&bottom, bool &has_top, bool &has_bottom) {
-    shares.aim(p, tile, column, top, bottom, has_top, has_bottom);
+  const bf16 *from = nullptr;
+  uint4 w[kDepth];
+  auto aim = [&](int tile) {
+    const int i = tile * 8 + g;
+    from = i < shares.count ? shares.row(p, i) + warp * kPieces * kPiece + t * 8 : nullptr;
   };
-  Stream<kThreads, kPieces, decltype(aim)> stream(ring_memory, aim, shares.tiles());
-#pragma unroll 1
-  for (int i = threadIdx.x; p.gamma && i < p.columns / 8; i += kThreads) gains[i] = load_weights(p.gamma + i * 8);
-  wait_for_predecessor();
-  launch_dependents();
-  uint4 b[kPieces];
-  load_group(b, p.x + static_cast<size_t>(row) * p.columns + column, row < p.rows);
-  __syncthreads();
-  if (p.gamma) norm_group<kWarps>(b, reinterpret_cast<const bf16 *>(gains) + column, partial, p.columns, p.eps);
+  auto fetch = [&](int i, int piece) { w[i] = from ? load_weights(from + piece * kPiece) : make_uint4(0, 0, 0, 0); };
+  aim(0);
 #pragma unroll
-  for (int i = 0; i < kPieces; i++) // the normed rows are written by all blocks together
-    if (p.gamma && (warp * kPieces + i) % gridDim.x == blockIdx.x && row < p.rows)
-      *reinterpret_cast<uint4 *>(p.normed + static_cast<size_t>(row) * p.columns + column + i * kPiece) = b[i];
-#pragma unroll 1
-  for (int tile = 0; tile < shares.tiles(); tile++) {
-    store_partial<kThreads>(red[tile & 1], stream.multiply(b));
-    __syncthreads();
-    store_routed<kThreads>(p, shares, tile, red[tile & 1]);
+  for (int i = 0; i < kDepth; i++) fetch(i, i);
+  uint4 gain[kOwn];
+#pragma unroll
+  for (int k = 0; k < kOwn; k++) {
+    const int c = threadIdx.x + k * kThreads;
+    gain[k] = p.gamma && c < kChunks ? load_weights(p.gamma + c * 8) : make_uint4(0, 0, 0, 0);
   }
-  finish<kThreads>(p, ring_memory);
-}
-
-// The same for long rows: activations pass through the ring beside the weights and take their gains on the way, as in
-// project_long; the rows' own factors come with the sums.
-__global__ void __launch_bounds__(512, 1) route_long(Router p) {
-  constexpr int kThreads = 512, kUnits = 4;
-  extern __shared__ uint4 ring_memory[];
-  __shared__ float red[2][4 * kThreads];
-  __shared__ float squares[kThreads / 32][kRows];
-  uint4 *const ring = ring_memory + threadIdx.x, *const gains = ring_memory + kLongRing / 16;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, pieces = p.columns / 512;
-  const int column = warp * pieces * kPiece + (lane & 3) * 8, row = blockIdx.y * kRows + g;
-  const Shares shares(p);
-  const int units = shares.tiles() * pieces;
-  const bool live = row < p.rows;
-  const bf16 *const x = p.x + static_cast<size_t>(live ? row : 0) * p.columns + column;
-  auto weights = [&](int unit) {
-    if (unit >= units) return;
-    const bf16 *top, *bottom;
-    bool has_top, has_bottom;
-    shares.aim(p, unit / pieces, column + unit % pieces * kPiece, top, bottom, has_top, has_bottom);
-    uint4 *slot = ring + unit % kUnits * 3 * kThreads;
-    copy_async(slot, top, has_top);
-    copy_async(slot + kThreads, bottom, has_bottom);
-  };
-  auto activations = [&](int unit) {
-    if (unit < units) copy_async(ring + (unit % kUnits * 3 + 2) * kThreads, x + unit % pieces * kPiece, live);
-  };
-#pragma unroll 1
-  for (int u = 0; u < kUnits; u++) {
-    weights(u);
-    commit_copies();
-  }
-#pragma unroll 1
-  for (int i = threadIdx.x; p.gamma && i < p.columns / 8; i += kThreads) gains[i] = load_weights(p.gamma + i * 8);
+  if (threadIdx.x == 0) last = false;
   wait_for_predecessor();
   launch_dependents();
+  uint4 v[kOwn];
+  auto ask = [&](int r) {
+#pragma unroll
+    for (int k = 0; k < kOwn; k++) {
+      const int c = threadIdx.x + k * kThreads;
+      if (c < kChunks) v[k] = load_rows(x + static_cast<size_t>(r) * p.columns + c * 8);
+    }
+  };
+  ask(0);
 #pragma unroll 1
-  for (int u = 0; u < kUnits; u++) {
-    activations(u);
-    commit_copies();
+  for (int r = 0; r < live; r++) {
+    float sum = 0.f;
+    uint4 own[kOwn];
+#pragma unroll
+    for (int k = 0; k < kOwn; k++) own[k] = v[k];
+    if (r + 1 < live) ask(r + 1);
+#pragma unroll
+    for (int k = 0; k < kOwn; k++) {
+      const int c = threadIdx.x + k * kThreads;
+      if (c < kChunks) route_memory[r * kPitch + c] = p.gamma ? gained(own[k], gain[k], sum) : own[k];
+    }
+    sum = warp_sum(sum);
+    if (lane == 0) squares[warp][r] = sum;
   }
   __syncthreads();
-  auto factor = [&](int r) { // of row r of the group, when its squares are there
+  auto factor = [&](int r) {
+    if (!p.gamma) return 1.f;
     float total = 0.f;
 #pragma unroll 4
-    for (int w = 0; w < kThreads / 32; w++) total += squares[w][r];
+    for (int w = 0; w < kWarps; w++) total += squares[w][r];
     return rsqrtf(total / p.columns + p.eps);
   };
-  float scale = 1.f, own = 1.f; // of the row whose sums this thread adds; of the one whose columns it holds
-  int unit = 0;
+  const int a = threadIdx.x >> 3, n = threadIdx.x & 7, row = blockIdx.y * kRows + n; // of the sums that this thread adds
+  const float scale = threadIdx.x < 64 ? factor(n) : 1.f;
+  const int tiles = (shares.count + 7) / 8;
 #pragma unroll 1
-  for (int tile = 0; tile < shares.tiles(); tile++) {
-    float4 c = make_float4(0.f, 0.f, 0.f, 0.f);
-    float sum = 0.f;
-#pragma unroll 1
-    for (int part = 0; part < pieces; part++, unit++) {
-      wait_copies<kUnits - 1>();
-      const uint4 *slot = ring + unit % kUnits * 3 * kThreads;
-      const uint4 v = p.gamma ? gained(slot[2 * kThreads], gains[column / 8 + part * (kPiece / 8)], sum) : slot[2 * kThreads];
-      mma_piece(c, slot[0], slot[kThreads], v);
-      weights(unit + kUnits);
-      activations(unit + kUnits);
-      commit_copies();
-    }
-    store_partial<kThreads>(red[tile & 1], c);
-    if (tile == 0) {
-      sum += __shfl_xor_sync(kAll, sum, 1);
-      sum += __shfl_xor_sync(kAll, sum, 2);
-      if ((lane & 3) == 0) squares[warp][g] = sum;
-    }
-    __syncthreads();
-    if (p.gamma && tile == 0) scale = factor(2 * (lane & 3) + (warp & 1)), own = factor(g);
-    store_routed<kThreads>(p, shares, tile, red[tile & 1], scale);
-  }
-#pragma unroll 1
-  for (unsigned i = 0; p.gamma && live && i < static_cast<unsigned>(pieces); i++) { // written by all blocks together
-    if ((warp * pieces + i) % gridDim.x != blockIdx.x) continue;
-    uint4 v = load_rows(x + i * kPiece);
-    const uint4 gain = gains[column / 8 + i * (kPiece / 8)];
-    uint32_t *w = reinterpret_cast<uint32_t *>(&v);
-    const uint32_t *gs = reinterpret_cast<const uint32_t *>(&gain);
+  for (int tile = 0; tile < tiles; tile++) {
+    float4 c = make_float4(0.f, 0.f, 0.f, 0.f), odd = c;
+    const uint4 *const b = route_memory + (g < live ? g : 0) * kPitch + warp * kPieces * 4 + t; // rows that do not exist: of the first
 #pragma unroll
-    for (int j = 0; j < 4; j++) w[j] = pack(low(w[j]) * own * low(gs[j]), high(w[j]) * own * high(gs[j]));
-    *reinterpret_cast<uint4 *>(p.normed + static_cast<size_t>(row) * p.columns + column + i * kPiece) = v;
+    for (int piece = 0; piece < kPieces; piece++) {
+      const uint4 y = b[piece * 4], own = w[piece % kDepth];
+      mma(c, own.x, 0u, own.y, 0u, y.x, y.y);
+      mma(odd, own.z, 0u, own.w, 0u, y.z, y.w);
+      const int ahead = piece + kDepth;
+      if (ahead == kPieces) aim(tile + 1);
+      if (ahead < kPieces || tile + 1 < tiles) fetch(piece % kDepth, ahead % kPieces);
+    }
+    float(&sums)[kWarps][64] = red[tile & 1];
+    sums[warp][g * 8 + 2 * t] = c.x + odd.x, sums[warp][g * 8 + 2 * t + 1] = c.y + odd.y;
+    __syncthreads();
+    const int i = tile * 8 + a;
+    if (threadIdx.x >= 64 || row >= p.rows || i >= shares.count || (i < shares.gated && (i & 1))) continue;
+    auto sum_of = [&](int at) {
+      float total = sums[0][at];
+#pragma unroll
+      for (int w = 1; w < kWarps; w++) total += sums[w][at];
+      return scale * total;
+    };
+    const float own = sum_of(threadIdx.x);
+    if (i < shares.gated) {
+      p.hidden[static_cast<size_t>(row) * p.width + shares.unit + i / 2] = __float2bfloat16(silu(own) * sum_of(threadIdx.x + 8));
+    } else {
+      const int e = shares.expert + i - shares.gated;
+      p.logits[static_cast<size_t>(row) * p.experts + e] = p.bias ? own + __bfloat162float(p.bias[e]) : own;
+    }
   }
-  finish<kThreads>(p, ring_memory);
+  Scores &scores = *reinterpret_cast<Scores *>(route_memory); // the rows are read
+  if (warp < 2) { // who wrote logits
+    __syncwarp();
+    if (lane == 0 && arrive(p.arrivals + blockIdx.y) == 2 * gridDim.x - 1) last = true, p.arrivals[blockIdx.y] = 0;
+  } else if (warp == kWarps - 1) {
+    choose_row(p, scores, 0, true); // its code is cold: a rehearsal on whatever lies there, while the others arrive
+  } else { // normed rows, by all blocks together
+#pragma unroll 1
+    for (int i = static_cast<int>(gridDim.x) * (threadIdx.x - 64) + blockIdx.x; p.gamma && i < live * kChunks; i += gridDim.x * (kThreads - 96))
+      write_normed(p, static_cast<size_t>(blockIdx.y) * kRows * p.columns + static_cast<size_t>(i) * 8, i % kChunks * 8, factor(i / kChunks));
+  }
+  __syncthreads();
+  if (!last) return;
+  score_group<kThreads>(p, scores, live);
+  __syncthreads();
+#pragma unroll 1
+  for (int r = warp; r < live; r += kWarps) choose_row(p, scores, r, false);
 }
 
 inline dim3 route_grid(const Router &p, int blocks) {
@@ -372,20 +339,22 @@ inline dim3 route_grid(const Router &p, int blocks) {
 
 template <int kThreads, int kPieces>
 inline cudaError_t launch_route(const Router &p, int blocks, cudaStream_t stream) {
-  static_assert(kRingBytes<kThreads, kPieces> >= sizeof(Scores), "scores lie where the ring was");
-  return launch(route<kThreads, kPieces>, route_grid(p, blocks), kThreads, kRingBytes<kThreads, kPieces>, stream, 1, p);
+  const size_t rows = static_cast<size_t>(p.rows < kRows ? p.rows : kRows) * (kThreads * kPieces / 8 + 4) * 16;
+  return launch(route<kThreads, kPieces>, route_grid(p, blocks), kThreads, rows > sizeof(Scores) ? rows : sizeof(Scores), stream, 1, p);
 }
 
 inline cudaError_t routed(const Router &p, int blocks, cudaStream_t stream) {
   if (p.experts > kRouted || p.choices > 32 || p.choices > p.experts || p.groups > 32) return cudaErrorInvalidValue;
   switch (p.columns) {
   case 256: return launch_route<256, 1>(p, blocks, stream);
+  case 512: return launch_route<512, 1>(p, blocks, stream);
+  case 2048: return launch_route<512, 4>(p, blocks, stream);
   case 2880: return launch_route<480, 6>(p, blocks, stream);
-  default: break;
+  case 4096: return launch_route<512, 8>(p, blocks, stream);
+  case 5120: return launch_route<512, 10>(p, blocks, stream);
+  case 7168: return launch_route<512, 14>(p, blocks, stream);
+  default: return cudaErrorInvalidValue;
   }
-  if (p.columns % 512) return cudaErrorInvalidValue;
-  static_assert(kLongRing >= sizeof(Scores), "scores lie where the ring was");
-  return launch(route_long, route_grid(p, blocks), 512, kLongRing + static_cast<size_t>(p.columns) * 2, stream, 1, p);
 }
 
 } // namespace eagle3
