@@ -141,7 +141,7 @@ class CatchUp:
         s.backlog.clamp_(max=1)
 
 
-def prefill(target, drafter, cache, tokens, pages, chunk, start=0, logits=None, begin=None):
+def prefill(target, drafter, cache, tokens, pages, chunk, start=0, logits=None, begin=None, forward=None):
     """Fill the cache with a prompt's rows, in pieces whose borders lie at absolute multiples of `chunk`.
 
     The target writes rows start..n-1, the drafter rows start..n-2 (row i = token i+1 with the feature at i: the last
@@ -150,18 +150,19 @@ def prefill(target, drafter, cache, tokens, pages, chunk, start=0, logits=None, 
     Args:
         tokens: [1, n] int64; pages: [1, NP]; chunk: rows a pass; start: rows already in the cache;
         logits: [1, V] fp32 written with those of the last row, or None.
-        begin: told [committed rows] before each piece (kernels.prefill.FlashInfer.begin), or None.
+        begin: told [committed rows] before each piece (kernels.prefill.FlashInfer.begin), or None; forward: in place
+        of the target's own (engine.pieces.Pieces).
 
     Returns:
         ids [1] the most likely first token, lse [1] of its logits, feature [1, F] under it.
     """
-    n, at = tokens.shape[1], start
+    n, at, forward = tokens.shape[1], start, forward or target.forward
     while at < n:
         end = min(n, (at // chunk + 1) * chunk)
         if begin is not None:
             begin([at])
         prefix = torch.full((1,), at, dtype=torch.int64, device=tokens.device)
-        hidden, aux = target.forward(Batch.causal(tokens[:, at:end], prefix, pages), cache)
+        hidden, aux = forward(Batch.causal(tokens[:, at:end], prefix, pages), cache)
         rows = min(end, n - 1) - at
         if drafter is not None and rows > 0:
             drafter.extend(Batch.causal(tokens[:, at + 1 : at + rows + 1], prefix, pages), aux[:rows], cache)

@@ -1,8 +1,11 @@
 """The programs of an engine: states, trees and cycles that are built once and captured on first use."""
 
+import torch
+
 from .buffers import State, Tree
 from .cycle import CATCH_UP, CatchUp, Cycle
 from .layers.view import view
+from .pieces import Pieces
 from .profile import Stamped
 from .rules import Greedy
 from .shape import PLAIN
@@ -19,7 +22,7 @@ class Programs:
 
     def __init__(self, parts, columns, graphs):
         self.parts, self.columns, self.graphs = parts, columns, graphs
-        self.states, self.cycles, self.catch_ups, self.views = {}, {}, {}, {}
+        self.states, self.cycles, self.catch_ups, self.views, self.pieces = {}, {}, {}, {}, None
 
     def state(self, batch):
         """The State of `batch` slots."""
@@ -56,6 +59,7 @@ class Programs:
         """Drop captures and views: tensors of the models have been replaced."""
         self.graphs.forget()
         self.views.clear()
+        self.pieces = None
 
     def for_prompts(self, drafter):
         """The target and a drafter (or None) as a prompt's passes call them: the same weights, maybe other kernels."""
@@ -67,6 +71,20 @@ class Programs:
         if id(model) not in self.views or self.views[id(model)][0] is not model:
             self.views[id(model)] = model, view(model, self.parts.prompt_ops)
         return self.views[id(model)][1]
+
+    def forward(self, target):
+        """`forward` of a target of `for_prompts`: captured in pieces of few rows where nothing speaks against it.
+
+        Sums over ranks and kernels that are told of each pass are launched by the host; and rows beside a piece's own
+        could leave the range of fp16 where these do not.
+        """
+        p = self.parts
+        if self.graphs.reason or p.tp.size > 1 or p.begin_prompt is not None or p.dtype == torch.float16:
+            return target.forward
+        if self.pieces is None or self.pieces.target is not target:
+            self.graphs.forget([] if self.pieces is None else self.pieces.pieces.values())
+            self.pieces = Pieces(target, self.graphs, self.columns, p.max_context)
+        return self.pieces
 
     def prepare(self, batch, shapes, *, detail=False, stamped=False, rule=GREEDY):
         """Capture the cycles of shapes that one session may take, ahead of their first use."""

@@ -132,8 +132,9 @@ class Session:
         table[0, : len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32, device=p.device)
         target, drafter = self.programs.for_prompts(self.drafter)
         logits = torch.zeros(1, target.head.vocabulary, device=p.device) if self._logits() else None
+        forward = self.programs.forward(target)
         best, lse, feature = prefill(
-            target, drafter, p.cache, tokens, table, self.chunk, request.reused, logits, p.begin_prompt
+            target, drafter, p.cache, tokens, table, self.chunk, request.reused, logits, p.begin_prompt, forward
         )
         if not bool(torch.isfinite(lse)):
             raise NonFinite(f"non-finite logits at position {len(request.ids) - 1} (the prompt's last token)")

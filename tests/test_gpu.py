@@ -93,7 +93,8 @@ def test_scattered_paths_are_lossless_to_the_bit(qwen, plain_qwen, shape):
 
 
 def test_one_graph_launch_a_cycle(demo):
-    """Kills eager work between graphs that would launch its own, and captures of the same program twice."""
+    """Kills eager work between graphs that would launch its own, and captures of the same program twice; so for
+    prompts."""
     prompt = prompts_of(demo)[0]
     shapes = [PLAIN, Shape(3, 1, 4), Shape(4, 4, 16)]
     for shape in shapes:
@@ -105,7 +106,7 @@ def test_one_graph_launch_a_cycle(demo):
     after = {e["shape"]: e for e in demo.graphs.report() if e["batch"] == 1}
     launches = sum(e.count for e in profiler.key_averages() if "GraphLaunch" in e.key)
     replays = sum(after[str(s)]["replays"] - before[str(s)]["replays"] for s in shapes)
-    assert launches == replays > 0
+    assert launches == replays + len(shapes) > len(shapes)  # each prompt is one piece
     assert sum(e["eager"] for e in after.values()) == 0
     assert len(demo.graphs.entries) == captured
 

@@ -26,6 +26,7 @@ ROOMS = {
     "engine.drafters": (3, "drafters"),
     "engine.cycle": (4, "cycle"),
     "engine.graph": (4, "cycle"),
+    "engine.pieces": (4, "cycle"),
     **{f"engine.{m}": (5, "engine") for m in ("loading", "profile", "report", "logprobs", "request")},
     **{f"engine.{m}": (5, "engine") for m in ("score", "session", "engine", "forced", "wiring")},
     **{f"engine.{m}": (5, "engine") for m in ("plan", "sharing", "ranks")},

@@ -1,0 +1,84 @@
+"""Pieces of prompts in passes of fixed widths, as a GPU captures them: they give what each piece gives by itself."""
+
+import pytest
+import torch
+from test_prefix import CHAIN, LENGTH, PLAIN, run, same, sharing, small
+from toys import disturb
+
+from engine import Engine, pieces
+from engine.buffers import State
+from engine.pieces import Pieces
+from engine.programs import Programs
+
+
+class Launched:
+    """engine.graph.Graphs that captures nothing; names: of what was run."""
+
+    def __init__(self):
+        self.names = []
+
+    def run(self, program, batch, shape, stages):
+        self.names.append(shape)
+        program.run(stages)
+
+
+@pytest.fixture
+def widen(monkeypatch):
+    """Function: from now on pieces of up to 3 rows are passes of 3, longer ones of 16. -> Launched. The page table is
+    whole, as on a GPU."""
+    monkeypatch.setattr(pieces, "WIDTHS", (3, 16))
+    monkeypatch.setattr(State, "widen", lambda *_: None)
+    graphs = Launched()
+
+    def forward(programs, target):
+        return Pieces(target, graphs, programs.columns, programs.parts.max_context)
+
+    return lambda: (monkeypatch.setattr(Programs, "forward", forward), graphs)[1]
+
+
+def outcomes(engine, shape):
+    """What requests of several lengths give, the last one after its beginning has been kept; nothing finite lies in
+    rows that no request has written."""
+    found = []
+    for length in (*range(1, 10), LENGTH):
+        disturb(engine, float("nan"))
+        found += run(engine, sharing(17, length), shape, 9)[1]
+    reused, seen = run(engine, sharing(18), shape, 9)
+    assert reused == 16
+    return found + seen
+
+
+@pytest.mark.parametrize("shape", [PLAIN, CHAIN], ids=str)
+def test_a_wider_pass_gives_the_same(toys, widen, shape):
+    """Ids, logits, features and cache rows of both kinds, to the end of context and tables. Kills: rows beside the
+    piece's own taken for its last; committed rows that they write; rows left unwritten that the pass reads, though with
+    no weight; positions and rows past the tables."""
+    engine = small(toys, max_context=LENGTH + 1, reserve=4)
+    want, graphs = outcomes(engine, shape), widen()
+    for a, b in zip(outcomes(engine, shape), want, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, atol=1e-4 if a.is_floating_point() else 0, rtol=1e-5)
+    assert set(graphs.names) == {"prompt of 3", "prompt of 16"}
+
+
+@pytest.mark.gpu
+def test_captured_passes_change_no_bit():
+    """On a GPU: prompts of every width, begun and whole, in pieces, and to the end of the context, with captures and
+    without; replayed over the rows that another prompt has left. Kills: captures over tensors of an earlier prompt, a
+    width that is captured anew for each prompt."""
+    sizes = dict(layers=2, max_context=3000, max_batch=1, page_size=16, reserve=16, prefill_chunk=2048)
+    made = {
+        graphs: Engine.load(
+            random="qwen3-30b-a3b", draft="random:qwen3-30b-a3b-eagle3", graphs=graphs, prefix_cache=False, **sizes
+        )
+        for graphs in ("off", "required")
+    }
+    draw, seen = torch.Generator().manual_seed(5), {}
+    for length in (1, 33, 64, 65, 128, 129, 256, 300, 512, 513, 1024, 1500, 2048, 2049, 2990, 512, 33):
+        prompt = torch.randint(0, 100_000, (length,), generator=draw).tolist()
+        for graphs, engine in made.items():
+            disturb(engine)
+            seen[graphs] = run(engine, prompt, CHAIN, 9)[1]
+        assert same(seen["off"], seen["required"]), length
+    names = [entry.shape for entry in made["required"].graphs.entries.values() if entry.stages == ("prompt",)]
+    assert sorted(names) == sorted(f"prompt of {width}" for width in pieces.WIDTHS)
