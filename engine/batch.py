@@ -11,6 +11,8 @@ class Batch:
 
     tokens, positions, index: [B, T] int64; index = logical cache row written (prefix + node), -1 for padding.
     pages: [B, NP] int32 page table; prefix: [B] int64 committed rows; tree: [B, T] int64 ancestor bits or None.
+    wanted: [1] int64, of one causal sequence: the row after which the next token is asked for, None: any. A target may
+    then hand out the hidden of that row alone; its features are of all rows, and all rows are written.
     """
 
     tokens: torch.Tensor
@@ -19,6 +21,7 @@ class Batch:
     pages: torch.Tensor
     prefix: torch.Tensor
     tree: torch.Tensor | None
+    wanted: torch.Tensor | None = None
 
     @property
     def rows(self):
@@ -26,7 +29,7 @@ class Batch:
         return self.tokens.shape
 
     @classmethod
-    def causal(cls, tokens, start, pages):
+    def causal(cls, tokens, start, pages, wanted=None):
         """Rows `tokens` [B, T] that follow `start` [B] committed rows, each seeing all before it."""
         at = start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        return cls(tokens, at, at, pages, start, None)
+        return cls(tokens, at, at, pages, start, None, wanted)

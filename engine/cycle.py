@@ -161,8 +161,9 @@ def prefill(target, drafter, cache, tokens, pages, chunk, start=0, logits=None, 
         end = min(n, (at // chunk + 1) * chunk)
         if begin is not None:
             begin([at])
-        prefix = torch.full((1,), at, dtype=torch.int64, device=tokens.device)
-        hidden, aux = forward(Batch.causal(tokens[:, at:end], prefix, pages), cache)
+        prefix, last = (torch.full((1,), n, dtype=torch.int64, device=tokens.device) for n in (at, end - at - 1))
+        wanted = last if begin is None else None  # what is told of a pass hears of all its rows
+        hidden, aux = forward(Batch.causal(tokens[:, at:end], prefix, pages, wanted), cache)
         rows = min(end, n - 1) - at
         if drafter is not None and rows > 0:
             drafter.extend(Batch.causal(tokens[:, at + 1 : at + rows + 1], prefix, pages), aux[:rows], cache)

@@ -22,24 +22,27 @@ class Piece:
 
     def __init__(self, target, cache, width, columns, most):
         self.target, self.cache, self.width, self.most = target, cache, width, most
-        self.tokens, self.start = (torch.zeros(n, dtype=torch.int64, device=cache.device) for n in ((1, width), (1,)))
+        sizes = (1, width), (1,), (1,)
+        self.tokens, self.start, self.wanted = (torch.zeros(n, dtype=torch.int64, device=cache.device) for n in sizes)
         self.pages = torch.zeros(1, columns, dtype=torch.int32, device=cache.device)
-        self.hidden = self.aux = None  # [width, D], [width, F] of the last run, until another graph runs
+        self.hidden = self.aux = None  # of the last run, until another graph runs
 
     def take(self, batch):
-        """The rows of the next run: a causal batch [1, T] over as many columns of the page table."""
+        """The rows of the next run: a causal batch [1, T] over as many columns of the page table, its last row
+        wanted."""
         _, rows = batch.rows
         self.tokens[:, :rows] = batch.tokens
         self.tokens[:, rows:] = batch.tokens[:, -1:]
         self.start.copy_(batch.prefix)
         self.pages.copy_(batch.pages)
+        self.wanted.fill_(rows - 1)
 
     def run(self, stages=stages):
         """One pass over all rows."""
         b = Batch.causal(self.tokens, self.start, self.pages)
         inside = b.index < self.pages.shape[1] * self.cache.page_size
         index = torch.where(inside, b.index, -1)
-        batch = Batch(b.tokens, b.positions.clamp(max=self.most - 1), index, b.pages, b.prefix, None)
+        batch = Batch(b.tokens, b.positions.clamp(max=self.most - 1), index, b.pages, b.prefix, None, self.wanted)
         self.hidden, self.aux = self.target.forward(batch, self.cache)
 
     @property
@@ -66,7 +69,8 @@ class Pieces:
         self.target, self.graphs, self.sizes, self.pieces = target, graphs, (columns, most), {}
 
     def __call__(self, batch, cache):
-        """batch: causal, of one sequence -> hidden [T, D], features [T, F], the captured ones until a graph runs."""
+        """batch: causal, of one sequence, its last row wanted -> hidden [T, D] or [1, D], features [T, F], the captured
+        ones until a graph runs."""
         _, rows = batch.rows
         width = min((width for width in WIDTHS if width >= rows), default=None)
         if width is None:

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from families import VARIANTS, checkpoint
+from latent_toys import KIMI, deepseek
 from test_prefix import CHAIN, LENGTH, PLAIN, run, same, sharing, small
-from toys import disturb
+from toys import V, disturb, pair
 
 from engine import Engine, pieces
+from engine.batch import Batch
 from engine.buffers import State
 from engine.pieces import Pieces
 from engine.programs import Programs
@@ -59,6 +62,29 @@ def test_a_wider_pass_gives_the_same(toys, widen, shape):
         assert a.dtype == b.dtype
         torch.testing.assert_close(a, b, atol=1e-4 if a.is_floating_point() else 0, rtol=1e-5)
     assert set(graphs.names) == {"prompt of 3", "prompt of 16"}
+
+
+@pytest.mark.parametrize("features", ["boundary:0,1", "boundary:2"])
+@pytest.mark.parametrize("name", ["map", "kimi", *VARIANTS])
+def test_the_row_that_is_wanted(toys, tmp_path, name, features):
+    """Every kind of attention, behind committed rows: the last layer's other rows are left out where no feature is that
+    layer's; what is written and the features are the same. Kills: a row that sees too few keys or too many, the
+    residual of another one, keys of one row alone."""
+    make = {"map": toys.map, "kimi": lambda: deepseek(toys, num_hidden_layers=2, **KIMI)}
+    path = make[name]() if name in make else checkpoint(tmp_path / name, VARIANTS[name])
+    engine, found = pair(path, capture_layers=features), []
+    pages, prefix = torch.tensor([[3, 5, 1]], dtype=torch.int32), torch.tensor([9])
+    text = torch.randint(V, (1, 29), generator=torch.Generator().manual_seed(3))
+    for wanted in (None, torch.tensor([17])):
+        disturb(engine)
+        engine.target.forward(Batch.causal(text[:, :9], prefix * 0, pages), engine.cache)
+        batch = Batch.causal(text[:, 9:], prefix, pages, wanted)
+        found.append((*engine.target.forward(batch, engine.cache), engine.cache.storage["target"].clone()))
+    (hidden, *rest), (own, *others) = found
+    layers = engine.target.config.layers
+    assert len(own) == (20 if layers in engine.target.boundaries else 1)
+    torch.testing.assert_close(own[17:18] if len(own) > 1 else own, hidden[17:18], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(others, rest, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.gpu

@@ -38,28 +38,22 @@ class GQA:
 
     def __call__(self, x, residual, batch, planes, page_size, after):
         """x: [N, width] (the residual itself where this block norms it); residual: [N, hidden]; after: the Norm that
-        follows -> [N, hidden], and what `after` makes of it or None (TP.add_and_norm)."""
+        follows -> [N, hidden], and what `after` makes of it or None (TP.add_and_norm); the rows batch.wanted alone
+        where it names any."""
         keys, values = planes
-        norm_weight = None if self.norm is None else self.norm.weight
-        y = self.ops.attend(
-            x,
-            norm_weight,
-            self.eps,
-            self.weight,
-            self.bias,
-            self.q_norm,
-            self.k_norm,
-            self.cos_sin,
-            batch.positions,
-            batch.index,
-            batch.pages,
-            page_size,
-            keys,
-            values,
-            batch.prefix,
-            batch.tree,
-            self.scale,
-            self.window,
-            self.sinks,
+        norm_weight, places = (
+            None if self.norm is None else self.norm.weight,
+            (batch.positions, batch.index, batch.pages),
         )
+        given = x, norm_weight, self.eps, self.weight, self.bias, self.q_norm, self.k_norm, self.cos_sin, *places
+        given, how = (*given, page_size, keys, values), (self.scale, self.window, self.sinks)
+        if batch.wanted is None:
+            y = self.ops.attend(*given, batch.prefix, batch.tree, *how)
+        else:
+            q, prefix, residual = (
+                self.ops.qkv(*given)[batch.wanted],
+                batch.prefix + batch.wanted,
+                residual[batch.wanted],
+            )
+            y = self.ops.attention(q, keys, values, batch.pages, prefix, None, page_size, *how)
         return self.out.and_norm(y, residual, after)

@@ -48,7 +48,8 @@ class MLA:
 
     def __call__(self, x, residual, batch, planes, page_size, after):
         """x: [N, width] (the residual itself where this block norms it); residual: [N, hidden]; after: the Norm that
-        follows -> [N, hidden], and what `after` makes of it or None (TP.add_and_norm)."""
+        follows -> [N, hidden], and what `after` makes of it or None (TP.add_and_norm); the rows batch.wanted alone
+        where it names any."""
         norm_weight = None if self.norm is None else self.norm.weight
         q = self.ops.mla_qkv(
             x,
@@ -66,7 +67,8 @@ class MLA:
             page_size,
             planes[0],
         )
-        y = self.ops.mla_attention(
-            q, planes[0], self.v_up, batch.pages, batch.prefix, batch.tree, page_size, self.scale
-        )
+        prefix = batch.prefix
+        if batch.wanted is not None:
+            q, prefix, residual = q[batch.wanted], prefix + batch.wanted, residual[batch.wanted]
+        y = self.ops.mla_attention(q, planes[0], self.v_up, batch.pages, prefix, batch.tree, page_size, self.scale)
         return self.out.and_norm(y, residual, after)

@@ -1,5 +1,7 @@
 """What targets of grouped-query attention share: embedding, layers, head, and the features they hand out."""
 
+import dataclasses
+
 import torch
 
 from weights.capture import FINAL
@@ -60,11 +62,16 @@ class Decoder:
         return block(source, norm, config.hidden, config, cos_sin, mlp, ops, tp, **kind)
 
     def forward(self, batch, cache):
-        """-> residual stream after the last layer [B*T, D], features [B*T, F] in ascending order of boundary."""
+        """-> residual stream after the last layer [B*T, D], features [B*T, F] in ascending order of boundary.
+
+        Of that layer nothing but keys and values and the row batch.wanted [1, D] is computed where a row is named and
+        no feature needs more."""
         x = self.embedding(batch.tokens.reshape(-1))
         aux = [x] if 0 in self.boundaries else []
+        whole, last = dataclasses.replace(batch, wanted=None), len(self.layers) - 1
         for i, layer in enumerate(self.layers):
-            x = layer(x, x, batch, cache.layer("target", i), cache.page_size)
+            rows = batch if i == last and not {last + 1, FINAL} & set(self.boundaries) else whole
+            x = layer(x, x, rows, cache.layer("target", i), cache.page_size)
             if i + 1 in self.boundaries:
                 aux.append(x)
         if FINAL in self.boundaries:
