@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import attend, norm, routing
 from . import experts as moe
@@ -78,8 +79,18 @@ def of_experts(dtype, pairs, experts, gated=False):
 
 
 def halved(sizes, gated):
-    """Half the outputs a program where there are two products of each."""
-    return replace(sizes, outputs=sizes.outputs // 2) if gated else sizes
+    """Half the outputs a program where there are two products of each, and one more turn of loads in flight."""
+    return replace(sizes, outputs=sizes.outputs // 2, stages=sizes.stages + 1) if gated else sizes
+
+
+def described(sizes, x, weight, in_order=True):
+    """Descriptors of x [N, I] and of all rows of weight [..., I] for tiles that hardware copies (TMA), None of x where
+    its rows do not come in order; both None where that does not pay or cannot be: tiles of few rows, odd rows."""
+    columns, odd = x.shape[1], x.shape[1] * x.element_size() % 16 or weight.data_ptr() % 16 or x.data_ptr() % 16
+    if sizes.rows < 128 or odd:
+        return None, None
+    tile = TensorDescriptor.from_tensor(x, [sizes.rows, sizes.depth]) if in_order else None
+    return tile, TensorDescriptor.from_tensor(weight.view(-1, columns), [sizes.outputs, sizes.depth])
 
 
 @triton.jit
@@ -94,12 +105,14 @@ def _gather(order_ptr, tile, rows, choices, EXPERTS: tl.constexpr, BM: tl.conste
 
 @triton.jit(do_not_specialize=["rows", "choices"])
 def _product(
-    x_ptr, w_ptr, bias_ptr, residual_ptr, y_ptr, order_ptr, expert_ptr, rows, outputs, columns, choices,
-    EXPERTS: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, EVEN: tl.constexpr,
+    x_ptr, w_ptr, x_tiles, w_tiles, bias_ptr, residual_ptr, y_ptr, order_ptr, expert_ptr,
+    rows, outputs, columns, choices, TILES: tl.constexpr, EXPERTS: tl.constexpr, ACTIVATION: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, EVEN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Program (o, m): BN outputs of row tile m. EXPERTS: a tile holds pairs of one expert (kernels.experts.group).
-    ACTIVATION: act(gate) * up of weight rows o and outputs + o, else the plain product. EVEN: BK divides columns."""
+    ACTIVATION: act(gate) * up of weight rows o and outputs + o, else the plain product. EVEN: BK divides columns.
+    TILES: w_tiles describes all weight rows [rows, columns], and x_tiles those of x where they come in order."""
     expert = tl.program_id(1) * 0
     if EXPERTS:
         expert = tl.load(expert_ptr + tl.program_id(1))
@@ -107,18 +120,30 @@ def _product(
         source, target, live = _gather(order_ptr, tl.program_id(1), rows, choices, EXPERTS, BM)
         out, at = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
         ok = out < outputs
-        matrix = outputs.to(tl.int64) * columns
-        w_ptr += expert * (matrix * 2 if ACTIVATION != "" else matrix)
+        matrix, first = outputs.to(tl.int64) * columns, tl.program_id(0) * BN
+        if TILES:
+            first += expert * (outputs * 2 if ACTIVATION != "" else outputs)
+        else:
+            w_ptr += expert * (matrix * 2 if ACTIVATION != "" else matrix)
         x_low, w_low = source.to(tl.int64)[:, None] * columns, out.to(tl.int64)[:, None] * columns
         y, above = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
         for c in range(0, columns, BK):
             column = (c + at)[None, :]
             inside = (column < columns) | EVEN
-            x = tl.load(x_ptr + x_low + column, mask=live[:, None] & inside, other=0.0)
-            w = tl.load(w_ptr + w_low + column, mask=ok[:, None] & inside, other=0.0)
+            if TILES and not EXPERTS:
+                x = x_tiles.load([tl.program_id(1) * BM, c])
+            else:
+                x = tl.load(x_ptr + x_low + column, mask=live[:, None] & inside, other=0.0)
+            if TILES:
+                w = w_tiles.load([first, c])
+            else:
+                w = tl.load(w_ptr + w_low + column, mask=ok[:, None] & inside, other=0.0)
             y = tl.dot(x, tl.trans(w), y, input_precision="ieee")
             if ACTIVATION != "":
-                w = tl.load(w_ptr + matrix + w_low + column, mask=ok[:, None] & inside, other=0.0)
+                if TILES:
+                    w = w_tiles.load([first + outputs, c])
+                else:
+                    w = tl.load(w_ptr + matrix + w_low + column, mask=ok[:, None] & inside, other=0.0)
                 above = tl.dot(x, tl.trans(w), above, input_precision="ieee")
         if BIAS:
             if EXPERTS:
@@ -138,10 +163,12 @@ def _dense(x, weight, bias=None, residual=None, *, outputs=None, activation="", 
     """x [N, I] times weight -> [N, outputs]."""
     (rows, columns), outputs, x = x.shape, outputs or weight.shape[0], x.contiguous()
     y, sizes = x.new_empty(rows, outputs, dtype=dtype), dense(x.dtype, rows, outputs, activation != "")
+    tiles = described(sizes, x, weight)
     _product[(triton.cdiv(outputs, sizes.outputs), triton.cdiv(rows, sizes.rows))](
-        x, weight, bias, None if residual is None else residual.contiguous(), y, None, None, rows, outputs, columns, 1,
-        EXPERTS=False, ACTIVATION=activation, BIAS=bias is not None, RESIDUAL=residual is not None,
-        EVEN=columns % sizes.depth == 0, **sizes.constants, **sizes.options,
+        x, weight, *tiles, bias, None if residual is None else residual.contiguous(), y, None, None,
+        rows, outputs, columns, 1, TILES=tiles[1] is not None, EXPERTS=False, ACTIVATION=activation,
+        BIAS=bias is not None, RESIDUAL=residual is not None, EVEN=columns % sizes.depth == 0,
+        **sizes.constants, **sizes.options,
     )  # fmt: skip
     return y
 
@@ -171,16 +198,18 @@ def experts(x, ids, weights, gate_up, down, activation, residual=None, gate_up_b
     x, (count, columns, width), pairs = x.contiguous(), down.shape, ids.numel()
     first, second = (of_experts(x.dtype, pairs, count, gated) for gated in (True, False))
     order, expert = moe.group(ids, count, first.rows)
-    h, parts = x.new_empty(pairs, width), x.new_empty(pairs, columns, dtype=torch.float32)
+    # bf16 halves what is written and read again, 1 GB of 8,192 rows; fp16 may not hold an output before its weight
+    exact = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+    h, parts = x.new_empty(pairs, width), x.new_empty(pairs, columns, dtype=exact)
     for sizes, source, weight, bias, target, choices, act in (
         (first, x, gate_up, gate_up_bias, h, ids.shape[1], activation),
         (second, h, down, down_bias, parts, 1, ""),
     ):
-        outputs, inner = target.shape[1], source.shape[1]
+        outputs, inner, tiles = target.shape[1], source.shape[1], described(sizes, source, weight, in_order=False)
         _product[(triton.cdiv(outputs, sizes.outputs), expert.numel())](
-            source, weight, bias, None, target, order, expert, pairs, outputs, inner, choices,
-            EXPERTS=True, ACTIVATION=act, BIAS=bias is not None, RESIDUAL=False, EVEN=inner % sizes.depth == 0,
-            **sizes.constants, **sizes.options,
+            source, weight, *tiles, bias, None, target, order, expert, pairs, outputs, inner, choices,
+            TILES=tiles[1] is not None, EXPERTS=True, ACTIVATION=act, BIAS=bias is not None, RESIDUAL=False,
+            EVEN=inner % sizes.depth == 0, **sizes.constants, **sizes.options,
         )  # fmt: skip
     return moe.combine(parts, weights, residual, x)
 
@@ -291,7 +320,7 @@ OPERATIONS = {
 def specimens():
     """Compile specimens: all sizes, with experts and without."""
     cases = []
-    for dtype, name in ((torch.bfloat16, "*bf16"), (torch.float16, "*fp16"), (torch.float32, "*fp32")):
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")):
         for experts_, act, bias, residual, even in (
             (False, "", True, True, False),
             (False, "silu", False, False, True),
@@ -299,12 +328,20 @@ def specimens():
             (True, "clamped_swiglu", True, False, True),
             (True, "", True, False, True),
         ):
-            types = dict.fromkeys(("x_ptr", "w_ptr", "bias_ptr", "residual_ptr", "y_ptr"), name)
+            types = dict.fromkeys(("x_ptr", "w_ptr", "bias_ptr", "residual_ptr", "y_ptr"), f"*{name}")
             types |= {"order_ptr": "*i32", "expert_ptr": "*i32"}
             types |= dict.fromkeys(("rows", "outputs", "columns", "choices"), "i32")
             given = {"EXPERTS": experts_, "ACTIVATION": act, "BIAS": bias, "RESIDUAL": residual, "EVEN": even}
             several = [NARROW] if dtype == torch.float32 else (FEW, MANY) if experts_ else DENSE
             for sizes in several:
                 own = sizes if sizes is FEW else halved(sizes, act != "" and dtype != torch.float32)
-                cases.append((_product, types, given | own.constants, own.options))
+                for tiles in {False, own.rows >= 128}:
+                    kinds = {"x_tiles": own.rows, "w_tiles": own.outputs} if tiles else {}
+                    kinds = {n: f"tensordesc<{name}[{r}, {own.depth}]>" for n, r in kinds.items()}
+                    if experts_:
+                        kinds.pop("x_tiles", None)
+                    none = dict.fromkeys({"x_tiles", "w_tiles"} - set(kinds))
+                    cases.append(
+                        (_product, types | kinds, given | none | {"TILES": tiles} | own.constants, own.options)
+                    )
     return cases
