@@ -2,7 +2,7 @@
 // contiguous range of weight rows, in tiles of 16, through its registers, once for up to two groups of rows.
 #pragma once
 
-#include "common.cuh"
+#include "staged.cuh"
 
 namespace eagle3 {
 
@@ -137,20 +137,6 @@ __global__ void __launch_bounds__(kThreads, resident(kThreads)) project(Projecti
   }
 }
 
-// A piece of a row times the norm's gains, rounded; its squares are added to `sum`. The row's own factor comes with the sums.
-__device__ __forceinline__ uint4 gained(const uint4 &x, const uint4 &gains, float &sum) {
-  uint4 out;
-  const uint32_t *v = reinterpret_cast<const uint32_t *>(&x), *gain = reinterpret_cast<const uint32_t *>(&gains);
-  uint32_t *o = reinterpret_cast<uint32_t *>(&out);
-#pragma unroll
-  for (int j = 0; j < 4; j++) {
-    const float a = low(v[j]), b = high(v[j]);
-    sum = fmaf(b, b, fmaf(a, a, sum));
-    o[j] = pack(a * low(gain[j]), b * high(gain[j]));
-  }
-  return out;
-}
-
 // Long rows (columns a multiple of 512), kDepth pieces of a warp's slice at a time: the activations pass through registers
 // beside the weights, and take a norm's gains on their way. Weights are fetched before the wait, activations after it.
 template <int kDepth, bool kNorm, bool kGated>
@@ -216,6 +202,45 @@ __global__ void __launch_bounds__(256, 2) project_long(Projection p) {
   }
 }
 
+// Rows of 512 * kPieces columns, staged: few warps' work is left between the wait and the sums. Gated: gates and ups in turn.
+template <int kPieces, bool kGated>
+__global__ void __launch_bounds__(512, 1) project_staged(Projection p) {
+  extern __shared__ uint4 staged_memory[];
+  __shared__ TileSums<16> red[2];
+  __shared__ float squares[16][kRows];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int first = share_begin(p.outputs, blockIdx.x), count = (share_begin(p.outputs, blockIdx.x + 1) - first) * (kGated ? 2 : 1);
+  const int live = min(kRows, p.rows - static_cast<int>(blockIdx.y) * kRows), tiles = (count + 7) / 8;
+  auto aim = [&](int tile) -> const bf16 * {
+    const int i = tile * 8 + g, row = first + (kGated ? i / 2 + (i & 1) * p.outputs : i);
+    return i < count ? p.weight + static_cast<size_t>(row) * p.columns + warp * kPieces * kPiece + t * 8 : nullptr;
+  };
+  HalfTile<kPieces> weights;
+  weights.begin(aim(0));
+  StagedRows<512, kPieces> rows(staged_memory, squares, p.gamma);
+  wait_for_predecessor();
+  launch_dependents();
+  rows.stage(p.x + static_cast<size_t>(blockIdx.y) * kRows * p.stride, p.stride, live);
+  const int a = threadIdx.x >> 3, n = threadIdx.x & 7; // of the sums that this thread adds
+  const float scale = threadIdx.x < 64 ? rows.factor(n, p.columns, p.eps) : 1.f;
+#pragma unroll 1
+  for (int tile = 0; tile < tiles; tile++) {
+    const int i = tile * 8 + a, out = first + (kGated ? i / 2 : i);
+    const bool own = threadIdx.x < 64 && n < live && i < count && !(kGated && (i & 1));
+    const size_t to = static_cast<size_t>(blockIdx.y * kRows + n) * p.outputs + out;
+    float before = 0.f; // what is added: on its way while the tile is multiplied
+    if (!kGated && own) before = (p.residual ? load_bf16(p.residual + to) : 0.f);
+    TileSums<16> &sums = red[tile & 1];
+    sums.put(weights.multiply(rows.operand(live), tile + 1 < tiles, aim(tile + 1)));
+    __syncthreads();
+    if (!own) continue;
+    float y = scale * sums.sum(threadIdx.x);
+    if (kGated) y = silu(y) * scale * sums.sum(threadIdx.x + 8);
+    if (!kGated && p.bias) y += __bfloat162float(p.bias[out]);
+    p.y[to] = __float2bfloat16(y + before);
+  }
+}
+
 // Number of blocks that divides `outputs` rows best over `blocks` places: whole tiles where they all fit at once.
 inline int grid_of(int outputs, int blocks, int step) {
   const int tiles = (outputs + step - 1) / step;
@@ -243,6 +268,12 @@ inline cudaError_t launch_long(const Projection &p, int multiprocessors, cudaStr
   return launch(project_long<kDepth, false, kGated>, grid, 256, 0, stream, 1, p);
 }
 
+template <int kPieces, bool kGated>
+inline cudaError_t launch_staged(const Projection &p, int multiprocessors, cudaStream_t stream) {
+  const dim3 grid(p.outputs < multiprocessors ? p.outputs : multiprocessors, (p.rows + kRows - 1) / kRows);
+  return launch(project_staged<kPieces, kGated>, grid, 512, StagedRows<512, kPieces>::bytes(p.rows), stream, 1, p);
+}
+
 template <bool kGated>
 inline cudaError_t project_rows(const Projection &p, int blocks, cudaStream_t stream) {
   switch (p.columns) {
@@ -257,6 +288,8 @@ inline cudaError_t project_rows(const Projection &p, int blocks, cudaStream_t st
   case 2304: return launch_project<288, 8, kGated>(p, blocks, stream);
   case 2880: return launch_project<480, 6, kGated>(p, blocks, stream);
   case 4096: return launch_project<512, 8, kGated>(p, blocks, stream);
+  case 5120: return launch_staged<10, kGated>(p, blocks, stream);
+  case 7168: return launch_staged<14, kGated>(p, blocks, stream);
   default: break;
   }
   if (p.columns % 512) return cudaErrorInvalidValue;

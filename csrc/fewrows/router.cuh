@@ -6,7 +6,7 @@
 #pragma once
 
 #include "common.cuh"
-#include "project.cuh"
+#include "staged.cuh"
 
 namespace eagle3 {
 
@@ -38,11 +38,6 @@ __device__ __forceinline__ unsigned arrive(unsigned *count) {
   return before;
 }
 
-__device__ __forceinline__ float warp_sum(float v) {
-#pragma unroll
-  for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(kAll, v, o);
-  return v;
-}
 __device__ __forceinline__ float warp_max(float v) {
 #pragma unroll
   for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(kAll, v, o));
@@ -212,102 +207,43 @@ __device__ __forceinline__ void write_normed(const Router &p, size_t at, int col
   *reinterpret_cast<uint4 *>(p.normed + at) = v;
 }
 
-// Norm, logits and the shared expert's units. A tile is 8 weight rows, half of an mma's 16, so that a block's usual share, which
-// is less than 8, is on its way in registers before the wait. Rows take their gains on the way into shared memory; their own
-// factors come with the sums. The last block of a group chooses.
+// Norm, logits and the shared expert's units. A block's usual share of weight rows is less than 8. The last block of a group
+// chooses.
 template <int kThreads, int kPieces>
 __global__ void __launch_bounds__(kThreads, 1) route(Router p) {
-  constexpr int kWarps = kThreads / 32, kDepth = kPieces > 14 ? kPieces / 2 : kPieces;
-  constexpr int kChunks = kThreads * kPieces / 8, kOwn = (kChunks + kThreads - 1) / kThreads, kPitch = kChunks + 4; // of 8 columns
-  extern __shared__ uint4 route_memory[]; // [rows][kPitch], then the scores
-  __shared__ float red[2][kWarps][64];
+  using Rows = StagedRows<kThreads, kPieces>;
+  constexpr int kWarps = kThreads / 32, kChunks = Rows::kChunks;
+  extern __shared__ uint4 route_memory[]; // rows, then the scores
+  __shared__ TileSums<kWarps> red[2];
   __shared__ float squares[kWarps][kRows];
   __shared__ bool last;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int live = min(kRows, p.rows - static_cast<int>(blockIdx.y) * kRows);
-  const bf16 *const x = p.x + static_cast<size_t>(blockIdx.y) * kRows * p.columns;
   const Shares shares(p);
-  const bf16 *from = nullptr;
-  uint4 w[kDepth];
+  const int tiles = (shares.count + 7) / 8;
   auto aim = [&](int tile) {
     const int i = tile * 8 + g;
-    from = i < shares.count ? shares.row(p, i) + warp * kPieces * kPiece + t * 8 : nullptr;
+    return i < shares.count ? shares.row(p, i) + warp * kPieces * kPiece + t * 8 : nullptr;
   };
-  auto fetch = [&](int i, int piece) { w[i] = from ? load_weights(from + piece * kPiece) : make_uint4(0, 0, 0, 0); };
-  aim(0);
-#pragma unroll
-  for (int i = 0; i < kDepth; i++) fetch(i, i);
-  uint4 gain[kOwn];
-#pragma unroll
-  for (int k = 0; k < kOwn; k++) {
-    const int c = threadIdx.x + k * kThreads;
-    gain[k] = p.gamma && c < kChunks ? load_weights(p.gamma + c * 8) : make_uint4(0, 0, 0, 0);
-  }
+  HalfTile<kPieces> weights;
+  weights.begin(aim(0));
+  Rows rows(route_memory, squares, p.gamma);
   if (threadIdx.x == 0) last = false;
   wait_for_predecessor();
   launch_dependents();
-  uint4 v[kOwn];
-  auto ask = [&](int r) {
-#pragma unroll
-    for (int k = 0; k < kOwn; k++) {
-      const int c = threadIdx.x + k * kThreads;
-      if (c < kChunks) v[k] = load_rows(x + static_cast<size_t>(r) * p.columns + c * 8);
-    }
-  };
-  ask(0);
-#pragma unroll 1
-  for (int r = 0; r < live; r++) {
-    float sum = 0.f;
-    uint4 own[kOwn];
-#pragma unroll
-    for (int k = 0; k < kOwn; k++) own[k] = v[k];
-    if (r + 1 < live) ask(r + 1);
-#pragma unroll
-    for (int k = 0; k < kOwn; k++) {
-      const int c = threadIdx.x + k * kThreads;
-      if (c < kChunks) route_memory[r * kPitch + c] = p.gamma ? gained(own[k], gain[k], sum) : own[k];
-    }
-    sum = warp_sum(sum);
-    if (lane == 0) squares[warp][r] = sum;
-  }
-  __syncthreads();
-  auto factor = [&](int r) {
-    if (!p.gamma) return 1.f;
-    float total = 0.f;
-#pragma unroll 4
-    for (int w = 0; w < kWarps; w++) total += squares[w][r];
-    return rsqrtf(total / p.columns + p.eps);
-  };
+  rows.stage(p.x + static_cast<size_t>(blockIdx.y) * kRows * p.columns, p.columns, live);
   const int a = threadIdx.x >> 3, n = threadIdx.x & 7, row = blockIdx.y * kRows + n; // of the sums that this thread adds
-  const float scale = threadIdx.x < 64 ? factor(n) : 1.f;
-  const int tiles = (shares.count + 7) / 8;
+  const float scale = threadIdx.x < 64 ? rows.factor(n, p.columns, p.eps) : 1.f;
 #pragma unroll 1
   for (int tile = 0; tile < tiles; tile++) {
-    float4 c = make_float4(0.f, 0.f, 0.f, 0.f), odd = c;
-    const uint4 *const b = route_memory + (g < live ? g : 0) * kPitch + warp * kPieces * 4 + t; // rows that do not exist: of the first
-#pragma unroll
-    for (int piece = 0; piece < kPieces; piece++) {
-      const uint4 y = b[piece * 4], own = w[piece % kDepth];
-      mma(c, own.x, 0u, own.y, 0u, y.x, y.y);
-      mma(odd, own.z, 0u, own.w, 0u, y.z, y.w);
-      const int ahead = piece + kDepth;
-      if (ahead == kPieces) aim(tile + 1);
-      if (ahead < kPieces || tile + 1 < tiles) fetch(piece % kDepth, ahead % kPieces);
-    }
-    float(&sums)[kWarps][64] = red[tile & 1];
-    sums[warp][g * 8 + 2 * t] = c.x + odd.x, sums[warp][g * 8 + 2 * t + 1] = c.y + odd.y;
+    TileSums<kWarps> &sums = red[tile & 1];
+    sums.put(weights.multiply(rows.operand(live), tile + 1 < tiles, aim(tile + 1)));
     __syncthreads();
     const int i = tile * 8 + a;
-    if (threadIdx.x >= 64 || row >= p.rows || i >= shares.count || (i < shares.gated && (i & 1))) continue;
-    auto sum_of = [&](int at) {
-      float total = sums[0][at];
-#pragma unroll
-      for (int w = 1; w < kWarps; w++) total += sums[w][at];
-      return scale * total;
-    };
-    const float own = sum_of(threadIdx.x);
+    if (threadIdx.x >= 64 || n >= live || i >= shares.count || (i < shares.gated && (i & 1))) continue;
+    const float own = scale * sums.sum(threadIdx.x);
     if (i < shares.gated) {
-      p.hidden[static_cast<size_t>(row) * p.width + shares.unit + i / 2] = __float2bfloat16(silu(own) * sum_of(threadIdx.x + 8));
+      p.hidden[static_cast<size_t>(row) * p.width + shares.unit + i / 2] = __float2bfloat16(silu(own) * scale * sums.sum(threadIdx.x + 8));
     } else {
       const int e = shares.expert + i - shares.gated;
       p.logits[static_cast<size_t>(row) * p.experts + e] = p.bias ? own + __bfloat162float(p.bias[e]) : own;
@@ -322,7 +258,7 @@ __global__ void __launch_bounds__(kThreads, 1) route(Router p) {
   } else { // normed rows, by all blocks together
 #pragma unroll 1
     for (int i = static_cast<int>(gridDim.x) * (threadIdx.x - 64) + blockIdx.x; p.gamma && i < live * kChunks; i += gridDim.x * (kThreads - 96))
-      write_normed(p, static_cast<size_t>(blockIdx.y) * kRows * p.columns + static_cast<size_t>(i) * 8, i % kChunks * 8, factor(i / kChunks));
+      write_normed(p, static_cast<size_t>(blockIdx.y) * kRows * p.columns + static_cast<size_t>(i) * 8, i % kChunks * 8, rows.factor(i / kChunks, p.columns, p.eps));
   }
   __syncthreads();
   if (!last) return;
@@ -339,7 +275,7 @@ inline dim3 route_grid(const Router &p, int blocks) {
 
 template <int kThreads, int kPieces>
 inline cudaError_t launch_route(const Router &p, int blocks, cudaStream_t stream) {
-  const size_t rows = static_cast<size_t>(p.rows < kRows ? p.rows : kRows) * (kThreads * kPieces / 8 + 4) * 16;
+  const size_t rows = StagedRows<kThreads, kPieces>::bytes(p.rows);
   return launch(route<kThreads, kPieces>, route_grid(p, blocks), kThreads, rows > sizeof(Scores) ? rows : sizeof(Scores), stream, 1, p);
 }
 

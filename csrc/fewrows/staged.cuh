@@ -1,0 +1,140 @@
+// Products of long rows with weights in registers: the rows take a norm's gains on their way into shared memory, once a block;
+// weight rows come in tiles of 8, half of an mma's 16, so that all of a block's first tile is on its way before the wait.
+#pragma once
+
+#include "common.cuh"
+
+namespace eagle3 {
+
+// A piece of a row times the norm's gains, rounded; its squares are added to `sum`. The row's own factor comes with the sums.
+__device__ __forceinline__ uint4 gained(const uint4 &x, const uint4 &gains, float &sum) {
+  uint4 out;
+  const uint32_t *v = reinterpret_cast<const uint32_t *>(&x), *gain = reinterpret_cast<const uint32_t *>(&gains);
+  uint32_t *o = reinterpret_cast<uint32_t *>(&out);
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    const float a = low(v[j]), b = high(v[j]);
+    sum = fmaf(b, b, fmaf(a, a, sum));
+    o[j] = pack(a * low(gain[j]), b * high(gain[j]));
+  }
+  return out;
+}
+
+__device__ __forceinline__ float warp_sum(float v) {
+#pragma unroll
+  for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(kAll, v, o);
+  return v;
+}
+
+// A group's rows in shared memory, [rows][kPitch] chunks of 8 columns. kThreads / 32 warps, each a slice of kPieces pieces.
+template <int kThreads, int kPieces>
+struct StagedRows {
+  static constexpr int kWarps = kThreads / 32, kChunks = kThreads * kPieces / 8, kOwn = (kChunks + kThreads - 1) / kThreads;
+  static constexpr int kPitch = kChunks + 4; // rows lie on different banks
+  uint4 *const rows;
+  float (*const squares)[kRows]; // [kWarps], scratch
+  uint4 gain[kOwn];
+  const bool normed;
+
+  // Before the wait. gamma: [columns] or null: rows come normed.
+  __device__ __forceinline__ StagedRows(void *memory, float (*squares)[kRows], const bf16 *gamma)
+      : rows(static_cast<uint4 *>(memory)), squares(squares), normed(gamma) {
+#pragma unroll
+    for (int k = 0; k < kOwn; k++) {
+      const int c = threadIdx.x + k * kThreads;
+      gain[k] = gamma && c < kChunks ? load_weights(gamma + c * 8) : make_uint4(0, 0, 0, 0);
+    }
+  }
+  __device__ __forceinline__ void ask(uint4 (&v)[kOwn], const bf16 *x) const {
+#pragma unroll
+    for (int k = 0; k < kOwn; k++) {
+      const int c = threadIdx.x + k * kThreads;
+      if (c < kChunks) v[k] = load_rows(x + c * 8);
+    }
+  }
+  // `live` rows of x, `stride` apart. All threads of the block call it; a barrier follows.
+  __device__ __forceinline__ void stage(const bf16 *x, size_t stride, int live) {
+    uint4 v[kOwn];
+    ask(v, x);
+#pragma unroll 1
+    for (int r = 0; r < live; r++) {
+      float sum = 0.f;
+      uint4 own[kOwn];
+#pragma unroll
+      for (int k = 0; k < kOwn; k++) own[k] = v[k];
+      if (r + 1 < live) ask(v, x + (r + 1) * stride);
+#pragma unroll
+      for (int k = 0; k < kOwn; k++) {
+        const int c = threadIdx.x + k * kThreads;
+        if (c < kChunks) rows[r * kPitch + c] = normed ? gained(own[k], gain[k], sum) : own[k];
+      }
+      sum = warp_sum(sum);
+      if ((threadIdx.x & 31) == 0) squares[threadIdx.x >> 5][r] = sum;
+    }
+    __syncthreads();
+  }
+  // What sums of row r are still to be multiplied by.
+  __device__ __forceinline__ float factor(int r, int columns, float eps) const {
+    if (!normed) return 1.f;
+    float total = 0.f;
+#pragma unroll 4
+    for (int w = 0; w < kWarps; w++) total += squares[w][r];
+    return rsqrtf(total / columns + eps);
+  }
+  // B operands of this lane, a piece every 4 chunks; rows that do not exist are the first: nobody reads their sums.
+  __device__ __forceinline__ const uint4 *operand(int live) const {
+    const int lane = threadIdx.x & 31, g = lane >> 2;
+    return rows + (g < live ? g : 0) * kPitch + (threadIdx.x >> 5) * kPieces * 4 + (lane & 3);
+  }
+  static size_t bytes(int rows) { return static_cast<size_t>(rows < kRows ? rows : kRows) * kPitch * sizeof(uint4); }
+};
+
+// Eight weight rows, one a lane group g: a warp's slice of kPieces pieces, or the first half of it and then the other.
+template <int kPieces>
+struct HalfTile {
+  static constexpr int kDepth = kPieces > 14 ? kPieces / 2 : kPieces;
+  uint4 w[kDepth];
+  const bf16 *from = nullptr; // the lane's columns of its row; null: there is no such row
+
+  __device__ __forceinline__ void fetch(int place, int piece) {
+    w[place] = from ? load_weights(from + piece * kPiece) : make_uint4(0, 0, 0, 0);
+  }
+  __device__ __forceinline__ void begin(const bf16 *row) {
+    from = row;
+#pragma unroll
+    for (int i = 0; i < kDepth; i++) fetch(i, i);
+  }
+  // Products with a group's rows, of columns 2t and 2t + 1 of the group: two chains, each in ascending columns. more: another
+  // tile follows, whose row is `next`.
+  __device__ __forceinline__ float2 multiply(const uint4 *b, bool more, const bf16 *next) {
+    float4 c = make_float4(0.f, 0.f, 0.f, 0.f), odd = c;
+#pragma unroll
+    for (int piece = 0; piece < kPieces; piece++) {
+      const uint4 y = b[piece * 4], own = w[piece % kDepth];
+      mma(c, own.x, 0u, own.y, 0u, y.x, y.y);
+      mma(odd, own.z, 0u, own.w, 0u, y.z, y.w);
+      const int ahead = piece + kDepth;
+      if (ahead == kPieces) from = next;
+      if (ahead < kPieces || more) fetch(piece % kDepth, ahead % kPieces);
+    }
+    return make_float2(c.x + odd.x, c.y + odd.y);
+  }
+};
+
+// The warps' sums of a tile, [8 weight rows][8 rows] each, and their sum in ascending order of the warps.
+template <int kWarps>
+struct TileSums {
+  float of[kWarps][64];
+  __device__ __forceinline__ void put(const float2 &v) {
+    const int lane = threadIdx.x & 31;
+    *reinterpret_cast<float2 *>(&of[threadIdx.x >> 5][(lane >> 2) * 8 + 2 * (lane & 3)]) = v;
+  }
+  __device__ __forceinline__ float sum(int at) const {
+    float total = of[0][at];
+#pragma unroll
+    for (int w = 1; w < kWarps; w++) total += of[w][at];
+    return total;
+  }
+};
+
+} // namespace eagle3
