@@ -5,7 +5,8 @@ import torch
 
 from .batch import Batch
 
-WIDTHS = (64, 128, 256, 512, 1024, 2048)  # rows of a captured pass
+# Rows of captured passes, so near to one another that few rows are computed for nothing
+WIDTHS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
 
 
 class Piece:
