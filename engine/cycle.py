@@ -161,12 +161,14 @@ def prefill(target, drafter, cache, tokens, pages, chunk, start=0, logits=None, 
         end = min(n, (at // chunk + 1) * chunk)
         if begin is not None:
             begin([at])
-        prefix, last = (torch.full((1,), n, dtype=torch.int64, device=tokens.device) for n in (at, end - at - 1))
-        wanted = last if begin is None else None  # what is told of a pass hears of all its rows
-        hidden, aux = forward(Batch.causal(tokens[:, at:end], prefix, pages, wanted), cache)
         rows = min(end, n - 1) - at
+        numbers = (at, end - at - 1, max(rows - 1, 0))
+        prefix, *last = (torch.full((1,), number, dtype=torch.int64, device=tokens.device) for number in numbers)
+        wanted = last if begin is None else (None, None)  # what is told of a pass hears of all its rows
+        hidden, aux = forward(Batch.causal(tokens[:, at:end], prefix, pages, wanted[0]), cache)
         if drafter is not None and rows > 0:
-            drafter.extend(Batch.causal(tokens[:, at + 1 : at + rows + 1], prefix, pages), aux[:rows], cache)
+            batch = Batch.causal(tokens[:, at + 1 : at + rows + 1], prefix, pages, wanted[1])
+            drafter.extend(batch, aux[:rows], cache)
         at = end
     _, ids, lse = target.head(hidden[-1:], 1, logits)
     return ids[:, 0], lse, aux[-1:]

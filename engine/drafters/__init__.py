@@ -3,7 +3,7 @@
 The Drafter protocol, which any object may follow:
 `cache_rows` (cache.Rows or None) rows it keeps in the shared cache, under the kind "draft";
 `extend(batch, features, cache) -> hidden` see rows of committed text: tokens [B, T], the target's features under the
-token before each [B*T, F];
+token before each [B*T, F]; nothing reads the hidden of rows of a prompt (batch.wanted is then one of them);
 `propose(state, tree, cache)` write tree.tokens and tree.parents [B, T] (node 0 is state.root, -1: no proposal; parents
 precede children, no node deeper than tree.shape.steps) after extending over the backlog; depths and ancestor bits
 follow from the parents;

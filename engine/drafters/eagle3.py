@@ -151,7 +151,8 @@ class Eagle3:
     def forward(self, tokens, hidden, batch, cache, source=None):
         """One pass: tokens [B*T] and the hidden before each -> the hidden after it [B*T, h], before the final norm.
 
-        hidden: [B*T, h]; with source [B, T], [B*Q, h]: row t of a sequence goes on from its row source[t].
+        hidden: [B*T, h]; with source [B, T], [B*Q, h]: row t of a sequence goes on from its row source[t]. Where
+        batch.wanted names a row, the last layer keeps keys and values of all and hands out that row alone [1, h].
         """
         x, hidden = self.ops.draft_input(
             *self.embedding.deferred(tokens),
@@ -162,8 +163,9 @@ class Eagle3:
             self.config.eps,
             self.normed,
         )
+        whole, last = dataclasses.replace(batch, wanted=None), len(self.layers) - 1
         for i, layer in enumerate(self.layers):
-            x = hidden = layer(x, hidden, batch, cache.layer("draft", i), cache.page_size)
+            x = hidden = layer(x, hidden, batch if i == last else whole, cache.layer("draft", i), cache.page_size)
         return hidden
 
     def extend(self, batch, features, cache):
