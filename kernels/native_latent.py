@@ -8,7 +8,7 @@ from . import mla_attention as latent
 from .structs import structure
 
 PLAIN, TURNED, LATENT, VALUES = 128, 64, 512, 128  # of latent.cuh: Kimi, DeepSeek-V2 and V3
-TILE, LANES, HEADS = 64, 64, 8  # positions of a tile, lanes that tiles are dealt to, heads of a block
+TILE, LANES, HEADS = 32, 64, 8  # positions of a tile, lanes that tiles are dealt to, heads of a block
 
 LatentQueries = structure(
     "LatentQueries",

@@ -2,7 +2,7 @@
 // the space of the latents, RoPE and the cache row; attention of all heads over rows that are key and value at once; each
 // head's values out of the merged latents.
 //
-// Positions come in tiles of 64, counted from 0; tile s belongs to lane s mod 64. A block folds the tiles of its lane in
+// Positions come in tiles of 32, counted from 0; tile s belongs to lane s mod 64. A block folds the tiles of its lane in
 // ascending order for 8 heads of two rows, partials of lanes are merged in ascending order: both follow from a query's own
 // position alone. A tile that reaches past the prefix is folded for each row by itself, its keys in the order of the row's
 // own path: committed rows and nodes alike.
@@ -14,7 +14,7 @@ namespace eagle3 {
 
 constexpr int kLatent = 512, kTurned = 64, kPlain = 128, kHeadValues = 128; // Kimi, DeepSeek-V2 and V3
 constexpr int kLatentRow = kLatent + kTurned;
-constexpr int kLatentTile = 64, kLatentLanes = 64;
+constexpr int kLatentTile = 32, kLatentLanes = 64;
 constexpr int kHeadBlock = 8, kPair = 2; // heads and rows of a block: together the M of an mma
 constexpr int kLatentPitch = kLatentRow + 8, kScorePitch = kLatentTile + 8; // 8 rows of 16 bytes lie on different banks
 
@@ -169,15 +169,19 @@ struct LatentTurn {
 
 constexpr size_t kLatentStage = static_cast<size_t>(kLatentTile) * kLatentPitch; // elements
 constexpr int kLatentThreads = 256;
-constexpr size_t kLatentBytes = (2 * kLatentStage + 16 * kLatentPitch + 16 * kScorePitch) * 2 + 2 * 16 * kScorePitch * 4;
+constexpr int kScoreParts = 4; // of the columns, which the warps share for scores
+// Two stages are small enough for the carve-out of the other kernels, which a multiprocessor must drain to change; more pay
+// where a block folds several tiles.
+template <int kStages>
+constexpr size_t kLatentBytes = (kStages * kLatentStage + 16 * kScorePitch) * 2 + kScoreParts * 16 * kScorePitch * 4;
 
 // Block (lane, pair of rows of a sequence, block of heads): its lane's partial.
+template <int kStages>
 __global__ void __launch_bounds__(kLatentThreads, 1) latent_attend(LatentAttention p) {
   extern __shared__ uint4 latent_memory[];
   __shared__ float keep[16];
   __shared__ uint8_t path[kPair][64]; // node at each depth
-  bf16 *const stages = reinterpret_cast<bf16 *>(latent_memory), *const queries = stages + 2 * kLatentStage;
-  bf16 *const weights = queries + 16 * kLatentPitch;
+  bf16 *const stages = reinterpret_cast<bf16 *>(latent_memory), *const weights = stages + kStages * kLatentStage;
   float *const scores = reinterpret_cast<float *>(weights + 16 * kScorePitch);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int pairs = (p.t + kPair - 1) / kPair, sequence = blockIdx.y / pairs, first_row = blockIdx.y % pairs * kPair;
@@ -216,11 +220,12 @@ __global__ void __launch_bounds__(kLatentThreads, 1) latent_attend(LatentAttenti
       copy_async(stages + stage * kLatentStage + k * kLatentPitch + c, p.plane + static_cast<size_t>(slot) * kLatentRow + c, row >= 0);
     }
   };
-  LatentTurn turn = begin(own), next = turn;
+  LatentTurn turn = begin(own), ahead = turn;
   fetch(turn, 0, 0, committed(turn));
   wait_for_predecessor();
   launch_dependents();
   fetch(turn, 0, committed(turn), kLatentTile);
+  bf16 *const queries = stages + kLatentStage; // on their way into registers
 #pragma unroll 1
   for (int i = threadIdx.x; i < 16 * (kLatentRow / 8); i += kLatentThreads) {
     const int m = i / (kLatentRow / 8), c = i % (kLatentRow / 8) * 8, r = m / kHeadBlock, h = m % kHeadBlock;
@@ -228,32 +233,43 @@ __global__ void __launch_bounds__(kLatentThreads, 1) latent_attend(LatentAttenti
     copy_async(queries + m * kLatentPitch + c, p.q + from * kLatentRow + c, r < rows);
   }
   commit_copies();
+  wait_copies<0>();
+  __syncthreads();
+  constexpr int kSteps = kLatentRow / kScoreParts / 16; // of 16 columns, of a warp's part
+  const int position = warp % 2 * 16, part = warp / 2;  // of the scores that this warp computes
+  uint32_t q[kSteps][4];
+#pragma unroll
+  for (int k = 0; k < kSteps; k++)
+    load_matrices(q[k], queries + ((lane >> 3 & 1) * 8 + (lane & 7)) * kLatentPitch + (part * kSteps + k) * 16 + (lane >> 4) * 8);
+  __syncthreads();
   float4 out[8];
 #pragma unroll
   for (int n = 0; n < 8; n++) out[n] = make_float4(0.f, 0.f, 0.f, 0.f);
   float top[2] = {-INFINITY, -INFINITY}, norm[2] = {0.f, 0.f}; // of vectors 2 * warp and 2 * warp + 1
-#pragma unroll 1
-  for (int stage = 0; turn.tile * kLatentTile < end; stage ^= 1, turn = next) {
-    next = after(turn);
-    if (next.tile * kLatentTile < end) fetch(next, stage ^ 1, 0, kLatentTile);
+  auto fetch_ahead = [&](int stage) {
+    ahead = after(ahead);
+    if (ahead.tile * kLatentTile < end) fetch(ahead, stage, 0, kLatentTile);
     commit_copies();
-    wait_copies<1>();
+  };
+#pragma unroll 1
+  for (int stage = 1; stage < kStages - 1; stage++) fetch_ahead(stage);
+#pragma unroll 1
+  for (int stage = 0; turn.tile * kLatentTile < end; stage = (stage + 1) % kStages, turn = after(turn)) {
+    fetch_ahead((stage + kStages - 1) % kStages);
+    wait_copies<kStages - 1>();
     __syncthreads();
     const bf16 *const keys = stages + stage * kLatentStage;
-    { // scores: a warp does 16 positions, half of the columns
-      const int position = warp % 4 * 16, half = warp / 4;
-      const bf16 *a_at = queries + ((lane >> 3 & 1) * 8 + (lane & 7)) * kLatentPitch + half * (kLatentRow / 2) + (lane >> 4) * 8;
-      const bf16 *b_at = keys + (position + (lane >> 4) * 8 + (lane & 7)) * kLatentPitch + half * (kLatentRow / 2) + (lane >> 3 & 1) * 8;
+    { // scores: a warp does 16 positions, a part of the columns
+      const bf16 *at = keys + (position + (lane >> 4) * 8 + (lane & 7)) * kLatentPitch + part * kSteps * 16 + (lane >> 3 & 1) * 8;
       float4 s[2][2] = {};
 #pragma unroll
-      for (int k = 0; k < kLatentRow / 32; k++) {
-        uint32_t a[4], b[4];
-        load_matrices(a, a_at + k * 16);
-        load_matrices(b, b_at + k * 16);
+      for (int k = 0; k < kSteps; k++) {
+        uint32_t b[4];
+        load_matrices(b, at + k * 16);
 #pragma unroll
-        for (int n = 0; n < 2; n++) mma(s[n][k & 1], a[0], a[1], a[2], a[3], b[2 * n], b[2 * n + 1]);
+        for (int n = 0; n < 2; n++) mma(s[n][k & 1], q[k][0], q[k][1], q[k][2], q[k][3], b[2 * n], b[2 * n + 1]);
       }
-      float *to = scores + (half * 16 + g) * kScorePitch + position + 2 * t;
+      float *to = scores + (part * 16 + g) * kScorePitch + position + 2 * t;
 #pragma unroll
       for (int n = 0; n < 2; n++) {
         const float4 sum = add(s[n][0], s[n][1]);
@@ -263,26 +279,20 @@ __global__ void __launch_bounds__(kLatentThreads, 1) latent_attend(LatentAttenti
     }
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < 2; i++) { // softmax: a warp does two vectors, a lane two positions
+    for (int i = 0; i < 2; i++) { // softmax: a warp does two vectors, a lane one position
       const int m = 2 * warp + i, r = m / kHeadBlock;
-      float s[2], most = -INFINITY, sum = 0.f;
+      const bool sees = r < rows && (turn.row < 0 || (turn.row == r && row_of(turn.tile * kLatentTile + lane, r) >= 0));
+      const float *from = scores + m * kScorePitch + lane;
+      float score = from[0];
 #pragma unroll
-      for (int j = 0; j < 2; j++) {
-        const int at = turn.tile * kLatentTile + j * 32 + lane;
-        const bool sees = r < rows && (turn.row < 0 || (turn.row == r && row_of(at, r) >= 0));
-        const float *from = scores + m * kScorePitch + j * 32 + lane;
-        s[j] = sees ? (from[0] + from[16 * kScorePitch]) * p.scale : -INFINITY;
-        most = fmaxf(most, s[j]);
-      }
+      for (int n = 1; n < kScoreParts; n++) score += from[n * 16 * kScorePitch];
+      score = sees ? score * p.scale : -INFINITY;
+      float most = score;
 #pragma unroll
       for (int o = 16; o; o >>= 1) most = fmaxf(most, __shfl_xor_sync(kAll, most, o));
       const float now = fmaxf(top[i], most), base = now == -INFINITY ? 0.f : now, kept = exp2f(top[i] - base);
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        const float e = rounded(exp2f(s[j] - base));
-        sum += e;
-        weights[m * kScorePitch + j * 32 + lane] = __float2bfloat16(e);
-      }
+      float sum = rounded(exp2f(score - base));
+      weights[m * kScorePitch + lane] = __float2bfloat16(sum);
 #pragma unroll
       for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(kAll, sum, o);
       norm[i] = norm[i] * kept + sum;
@@ -338,6 +348,7 @@ __global__ void __launch_bounds__(kLatentThreads, 1) latent_attend(LatentAttenti
 // Block (x, y): values x mod 4 * 32 … of head x / 4 for row group y: partials merged, then the head's matrix.
 __global__ void __launch_bounds__(256) latent_values(LatentAttention p) {
   constexpr int kBlock = 32, kPitch = kLatent + 8;
+  constexpr int kBatch = 18; // partials in flight: those of 576 positions
   __shared__ __align__(16) bf16 latents[kRows * kPitch];
   __shared__ float red[4 * 256];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -362,12 +373,10 @@ __global__ void __launch_bounds__(256) latent_values(LatentAttention p) {
   for (int job = warp; job < live * 4; count = partials_of(job += 8)) { // a row, a quarter of its columns
     const size_t at = (static_cast<size_t>(first_row + job / 4) * p.heads + head) * p.lanes;
     const float *from = p.totals + at * kLatent + job % 4 * 128 + lane * 4;
-    uint4 v[8];
-    auto load = [&](int c0) {
+    uint4 v[kBatch];
+    auto load = [&](int c) { return load_rows(from + min(c, count - 1) * kLatent); };
 #pragma unroll
-      for (int c = 0; c < 8; c++) v[c] = load_rows(from + min(c0 + c, count - 1) * kLatent);
-    };
-    load(0);
+    for (int c = 0; c < kBatch; c++) v[c] = load(c);
     float top[2], norm[2];
 #pragma unroll
     for (int j = 0; j < 2; j++) {
@@ -385,16 +394,15 @@ __global__ void __launch_bounds__(256) latent_values(LatentAttention p) {
     for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(kAll, sum, o);
     float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 1
-    for (int c0 = 0; c0 < count; c0 += 8) {
-      if (c0) load(c0);
+    for (int c0 = 0; c0 < count; c0 += kBatch)
 #pragma unroll
-      for (int c = 0; c < 8; c++) {
+      for (int c = 0; c < kBatch; c++) {
         if (c0 + c >= count) break;
-        const float s = __shfl_sync(kAll, c0 < 32 ? share[0] : share[1], (c0 + c) & 31);
+        const float s = __shfl_sync(kAll, c0 + c < 32 ? share[0] : share[1], (c0 + c) & 31);
         total.x = fmaf(s, __uint_as_float(v[c].x), total.x), total.y = fmaf(s, __uint_as_float(v[c].y), total.y);
         total.z = fmaf(s, __uint_as_float(v[c].z), total.z), total.w = fmaf(s, __uint_as_float(v[c].w), total.w);
+        if (c0 + c + kBatch < count) v[c] = load(c0 + c + kBatch);
       }
-    }
     *reinterpret_cast<uint2 *>(latents + job / 4 * kPitch + job % 4 * 128 + lane * 4) =
         make_uint2(pack(total.x / sum, total.y / sum), pack(total.z / sum, total.w / sum));
   }
@@ -417,7 +425,9 @@ __global__ void __launch_bounds__(256) latent_values(LatentAttention p) {
 inline cudaError_t latent(const LatentAttention &p, int batch, cudaStream_t stream) {
   if (p.heads % kHeadBlock || p.lanes > kLatentLanes) return cudaErrorInvalidValue;
   const dim3 grid(p.lanes, batch * ((p.t + kPair - 1) / kPair), p.heads / kHeadBlock);
-  const cudaError_t e = launch(latent_attend, grid, kLatentThreads, kLatentBytes, stream, 1, p);
+  const bool once = p.columns * p.page <= kLatentLanes * kLatentTile; // a block folds one tile for all rows
+  const cudaError_t e = once ? launch(latent_attend<2>, grid, kLatentThreads, kLatentBytes<2>, stream, 1, p)
+                             : launch(latent_attend<4>, grid, kLatentThreads, kLatentBytes<4>, stream, 1, p);
   if (e != cudaSuccess) return e;
   return launch(latent_values, dim3(p.heads * 4, (p.rows + kRows - 1) / kRows), 256, 0, stream, 1, p);
 }
