@@ -21,7 +21,7 @@ from . import head, linear, native_latent, native_packed, native_routing
 from .routing import Routing
 from .structs import structure
 
-ABI = 8
+ABI = 9
 CAPABILITY = (9, 0)
 # columns of a projection, with a norm or without (project.cuh)
 COLUMNS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 2304, 2880, 4096)
@@ -33,6 +33,8 @@ HIDDEN, WIDTHS = (
 HEADS = (256, 512, 1024, 2048, 2880, 4096, 7168)  # columns of an output head (head.cuh)
 MOST_EXPERTS, MOST_CHOICES = 512, 8
 SHARES = (1, 2, 4, 8)  # query heads a key head serves (attention.cuh)
+TILE, REACH = 64, 1024  # positions of a tile, and of the tiles that one cluster of blocks is enough for
+VECTORS, CLUSTERS, MOST_VECTORS = 16, 4, 1 << 18  # rows times heads of a part; clusters that merge; vectors of a pass
 
 
 class Unavailable(Exception):
@@ -43,7 +45,7 @@ class Unavailable(Exception):
 Projection = structure("Projection", p="x gamma weight bias residual y", f="eps", i="rows outputs columns stride")
 Attention = structure(
     "Attention",
-    p="projected q_gain k_gain cos_sin positions index pages prefix tree sinks keys values y",
+    p="projected q_gain k_gain cos_sin positions index pages prefix tree sinks keys values y sums stats arrivals",
     f="eps scale",
     i="t heads groups turned columns table page window",
 )
@@ -129,6 +131,7 @@ class Library:
             raise Unavailable(f"{path}: no code for this GPU (CUDA error {status})")
         self.blocks = torch.cuda.get_device_properties(device).multi_processor_count
         self.arrivals = torch.zeros(1, dtype=torch.int32, device=device)  # experts.cuh: zero between passes
+        self.attended = torch.zeros(MOST_VECTORS, dtype=torch.int32, device=device)  # attention.cuh: likewise
         self.routed = torch.zeros(native_routing.MOST_TILES, dtype=torch.int32, device=device)  # router.cuh: likewise
 
     @staticmethod
@@ -183,7 +186,10 @@ class Library:
         (b, t), (_, g, width), turned = positions.shape, k_plane.shape, cos_sin.shape[1]
         heads = weight.shape[0] // width - 2 * g
         fits = width in (64, 128) and heads // g in SHARES and turned % 64 == 0 and v_plane.shape[2] == width
-        if t > 64 or not fits or not _projects(x.shape[1]):
+        # vectors of all blocks: whole parts, as many to a block as attention.cuh says
+        parts = 2 if t * heads > VECTORS * g else 1
+        vectors = b * g * -(-t * heads // (g * parts * VECTORS)) * parts * VECTORS
+        if t > 64 or vectors > MOST_VECTORS or not fits or not _projects(x.shape[1]):
             return self.base.attend(
                 x, norm_weight, eps, weight, bias, q_norm, k_norm, cos_sin, positions, index, pages, page_size,
                 k_plane, v_plane, prefix, tree, scale, window, sinks,
@@ -191,12 +197,17 @@ class Library:
         projected = self.project(x, norm_weight, eps, weight, bias, None)
         y = x.new_empty(b * t, heads * width)
         tree = None if tree is None else tree.contiguous()
+        merge = {}
+        if pages.shape[1] * page_size + TILE > REACH:  # several clusters: partials to merge
+            float32 = dict(dtype=torch.float32, device=x.device)
+            sums, stats = (torch.empty(vectors, CLUSTERS, n, **float32) for n in (width, 2))
+            merge = dict(sums=sums, stats=stats, arrivals=self.attended)
         self.call(
             "eagle3_attention", Attention, width, b,
             projected=projected, q_gain=q_norm, k_gain=k_norm, cos_sin=cos_sin, positions=positions.contiguous(),
             index=index.contiguous(), pages=pages, prefix=prefix.contiguous(), tree=tree, sinks=sinks,
             keys=k_plane, values=v_plane, y=y, eps=eps, scale=scale * 1.4426950408889634, t=t, heads=heads, groups=g,
-            turned=turned, columns=pages.shape[1], table=pages.stride(0), page=page_size, window=window or 0,
+            turned=turned, columns=pages.shape[1], table=pages.stride(0), page=page_size, window=window or 0, **merge,
         )  # fmt: skip
         return y
 

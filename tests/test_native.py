@@ -4,7 +4,7 @@ import pytest
 import torch
 from packed_cases import CASES
 from test_twins import compare, copies
-from twin_cases import Make, attend, moe
+from twin_cases import Make, attend, fill, moe
 
 from kernels import FUSED, native
 from kernels.routing import Routing
@@ -22,6 +22,18 @@ ATTEND = (
     (1, 3, 256, 8, 4, 128, 64, 16, [1000], "tree", None, True),
     (2, 1, 4096, 32, 4, 128, 128, 16, [63, 500], "beam", None, False),
     (2, 8, 4096, 32, 4, 128, 128, 16, [63, 500], "beam", None, False),
+    (2, 8, 4096, 32, 4, 128, 128, 16, [1063, 500], "beam", None, False),
+    (1, 5, 4096, 64, 8, 64, 64, 48, [2090], "tree", 1100, True),
+    (2, 4, 2048, 32, 4, 128, 128, 64, [4200, 1022], "tree", None, True),
+)
+# prefixes, heads, groups, head size, rotating lanes, page size, window
+LONG = (
+    ((500,), 32, 4, 128, 128, 64, None),  # one cluster, then two where the table is long
+    ((1023, 511), 8, 1, 128, 64, 48, None),
+    ((2047,), 8, 8, 64, 64, 16, None),
+    ((4200, 90), 16, 4, 128, 128, 64, None),
+    ((8190,), 32, 4, 128, 128, 64, None),
+    ((5000, 900), 16, 2, 64, 64, 16, 1500),
 )
 MOE = (
     (1, 2048, 128, 768, 8, True),
@@ -92,6 +104,50 @@ class Quick(Make):
 
     def floats(self, *shape, scale=1.0, dtype=None):
         return (torch.randn(*shape, generator=self.own, device="cuda") * scale).to(dtype or self.dtype)
+
+
+def chain(make, prefixes, heads, groups, width, turned, page, window):
+    """Rows of chains behind `prefixes` rows: function(first, count, wider) -> arguments of attend for `count` of them
+    from `first`, with a longer page table where `wider`. What a pass writes, later ones read."""
+    columns, b, hidden = -(-(max(prefixes) + 64) // page), len(prefixes), 256
+    extra = 2048 // page
+    table = make.pages(b, columns + extra)
+    planes = make.planes(2, table, page, groups, width)
+    fill(make, planes, table, page, prefixes)
+    x, weight = make.floats(b, 64, hidden), make.weight((heads + 2 * groups) * width, hidden)
+    gains = make.gain(hidden), make.gain(width), make.gain(width)
+    angles = make.floats(max(prefixes) + 64, turned // 2, dtype=torch.float32)
+    cos_sin, sinks = torch.cat([angles.cos(), angles.sin()], 1), make.floats(heads) if window else None
+
+    def arguments(first, count, wider=False):
+        start = make.ints(prefixes)[:, None] + first
+        at = start + torch.arange(count, device=make.device)
+        own = x[:, first : first + count].reshape(b * count, hidden)
+        return (
+            own, gains[0], 1e-6, weight, None, *gains[1:], cos_sin, at, at, table[:, : columns + extra * wider], page,
+            *planes, start[:, 0].contiguous(), None, width**-0.5, window, sinks,
+        )  # fmt: skip
+
+    return arguments
+
+
+@pytest.mark.parametrize("sizes", LONG, ids=str)
+def test_long_contexts(table, sizes):
+    """Law 1 across the borders of tiles, ranks and clusters, and the reference. Kills partials merged in another order
+    where there are more rows or a longer table, tiles that nobody folds, arrivals that are not reset."""
+    arguments, b = chain(Quick(), *sizes), len(sizes[0])
+    compare(table, "attend", f"{sizes}, 64 rows", arguments(0, 64), B16)
+    want = table.attend(*arguments(0, 64)).view(b, 64, -1)
+    for first, count, wider in [
+        (0, 64, True),
+        *((n, 1, False) for n in range(0, 64, 7)),
+        (5, 1, True),
+        (2, 4, False),
+        (9, 4, True),
+        (13, 8, True),
+    ]:
+        got = table.attend(*arguments(first, count, wider)).view(b, count, -1)
+        assert torch.equal(got, want[:, first : first + count]), (first, count, wider)
 
 
 def packed(make, n, hidden, experts, width, top_k):
@@ -215,7 +271,7 @@ def test_a_row_is_the_same_among_any(table):
 
 def test_repeats_are_equal(table):
     """Kills races: arrivals that are not reset, rings overwritten before they are read."""
-    for op, arguments in [*products(4), ("attend", next(attend(B16, "cuda", ATTEND[1:2]))[1])]:
+    for op, arguments in [*products(4), *(("attend", x) for _, x in attend(B16, "cuda", (ATTEND[1], ATTEND[-1])))]:
         results = [getattr(table, op)(*copies(arguments)) for _ in range(20)]
         results = [x if isinstance(x, torch.Tensor) else x[0] for x in results]
         assert all(torch.equal(x, results[0]) for x in results), op

@@ -71,6 +71,13 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// Adds one and says how many there were; what this block wrote before is seen by whoever arrives later.
+__device__ __forceinline__ unsigned arrive(unsigned *count) {
+  unsigned before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(count) : "memory");
+  return before;
+}
+
 __device__ __forceinline__ float low(uint32_t v) { return __uint_as_float(v << 16); }
 __device__ __forceinline__ float high(uint32_t v) { return __uint_as_float(v & 0xffff0000u); }
 __device__ __forceinline__ uint32_t pack(float a, float b) {
@@ -103,6 +110,19 @@ __device__ __forceinline__ void mma(float4 &c, uint32_t a0, uint32_t a1, uint32_
 __device__ __forceinline__ void mma_piece(float4 &c, const uint4 &top, const uint4 &bottom, const uint4 &b) {
   mma(c, top.x, bottom.x, top.y, bottom.y, b.x, b.y);
   mma(c, top.z, bottom.z, top.w, bottom.w, b.z, b.w);
+}
+// Four 8x8 matrices; lane l points at row l mod 8 of matrix l / 8.
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const bf16 *at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(at)))
+               : "memory");
+}
+__device__ __forceinline__ void load_transposed(uint32_t (&r)[4], const bf16 *at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(at)))
+               : "memory");
 }
 __device__ __forceinline__ float4 add(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 

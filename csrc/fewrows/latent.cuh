@@ -18,19 +18,6 @@ constexpr int kLatentTile = 32, kLatentLanes = 64;
 constexpr int kHeadBlock = 8, kPair = 2; // heads and rows of a block: together the M of an mma
 constexpr int kLatentPitch = kLatentRow + 8, kScorePitch = kLatentTile + 8; // 8 rows of 16 bytes lie on different banks
 
-// Four 8x8 matrices; lane l points at row l mod 8 of matrix l / 8.
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const bf16 *at) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(at)))
-               : "memory");
-}
-__device__ __forceinline__ void load_transposed(uint32_t (&r)[4], const bf16 *at) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(at)))
-               : "memory");
-}
 // Two neighbouring activations at L2.
 __device__ __forceinline__ uint32_t load_pair(const bf16 *p) {
   uint32_t r;

@@ -31,13 +31,6 @@ struct Router {
   int rows, columns, width, experts, choices, score, renormalise, groups, top_groups, group_best;
 };
 
-// Adds one and says how many there were; what this block wrote before is seen by whoever arrives later.
-__device__ __forceinline__ unsigned arrive(unsigned *count) {
-  unsigned before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(count) : "memory");
-  return before;
-}
-
 __device__ __forceinline__ float warp_max(float v) {
 #pragma unroll
   for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(kAll, v, o));

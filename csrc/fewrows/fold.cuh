@@ -1,0 +1,225 @@
+// What attention.cuh does with one warp's vectors and positions: norm and RoPE, scores, a running softmax, sums of values.
+//
+// Rows of keys and values lie in shared memory without padding; 16-byte chunks of a row change places by the row's number, so
+// that what a warp reads at a time lies on different banks.
+#pragma once
+
+#include "common.cuh"
+
+namespace eagle3 {
+
+// Element of column `c` (a multiple of 8) of row `row` of keys: two neighbouring rows are read at a time.
+template <int kWidth>
+__device__ __forceinline__ int key_at(int row, int c) {
+  return row * kWidth + (c ^ (row & 1) * 32);
+}
+// The same of values: 8 rows are read at a time.
+template <int kWidth>
+__device__ __forceinline__ int value_at(int row, int c) {
+  return row * kWidth + (c ^ (row & 7) * 8);
+}
+// Element of column `c` of the sums of vector `v`: 8 vectors are written at a time.
+template <int kWidth>
+__device__ __forceinline__ int sum_at(int v, int c) {
+  return v * kWidth + (c ^ (v & 7) * 8);
+}
+
+// Norm and RoPE of one head vector in registers: a lane holds columns j * 32 + lane, of which the first 2 * kHalf * 32 turn.
+template <int kWidth, int kHalf>
+__device__ __forceinline__ void turn(float (&v)[kWidth / 32], const float (&gain)[kWidth / 32], bool normed,
+                                     const float (&angle)[kWidth / 32], float eps) {
+  if (normed) {
+    float sum = 0.f;
+#pragma unroll
+    for (int j = 0; j < kWidth / 32; j++) sum = fmaf(v[j], v[j], sum);
+#pragma unroll
+    for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(kAll, sum, o);
+    const float scale = rsqrtf(sum * (1.f / kWidth) + eps);
+#pragma unroll
+    for (int j = 0; j < kWidth / 32; j++) v[j] = rounded(v[j] * scale * gain[j]);
+  }
+#pragma unroll
+  for (int j = 0; j < kHalf; j++) {
+    const float a = v[j], b = v[j + kHalf];
+    v[j] = rounded(a * angle[j] - b * angle[j + kHalf]);
+    v[j + kHalf] = rounded(b * angle[j] + a * angle[j + kHalf]);
+  }
+}
+
+// Cosines then sines of one position for a lane's columns of an operand: 8 of every 32 from 8 * (lane mod 4).
+template <int kHalf>
+struct Angles {
+  float4 at[2 * kHalf][2];
+  __device__ __forceinline__ void load(const float *line) {
+#pragma unroll
+    for (int i = 0; i < 2 * kHalf; i++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) at[i][j] = *reinterpret_cast<const float4 *>(line + i * 32 + (threadIdx.x & 3) * 8 + j * 4);
+  }
+  __device__ __forceinline__ float of(int i, int e) const { return (&at[i][e / 4].x)[e % 4]; }
+};
+
+// The same norm and RoPE where a vector lies in an operand's pieces, four lanes a vector.
+template <int kWidth, int kHalf>
+__device__ __forceinline__ void turn(uint4 (&q)[kWidth / 32], const uint4 (&gain)[kWidth / 32], bool normed, const Angles<kHalf> &angle,
+                                     float eps) {
+  float scale = 1.f;
+  if (normed) {
+    float sum = product_of(q, q);
+    sum += __shfl_xor_sync(kAll, sum, 1);
+    sum += __shfl_xor_sync(kAll, sum, 2);
+    scale = rsqrtf(sum * (1.f / kWidth) + eps);
+  }
+  auto word = [](uint4 &v, int j) -> uint32_t & { return (&v.x)[j]; };
+  auto scaled = [&](int i, int j) { // by one where there is no norm
+    const uint32_t v = word(q[i], j), by = (&gain[i].x)[j];
+    return pack(low(v) * scale * low(by), high(v) * scale * high(by));
+  };
+#pragma unroll
+  for (int i = 0; i < kHalf; i++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const uint32_t x = scaled(i, j), y = scaled(i + kHalf, j);
+      const float c0 = angle.of(i, 2 * j), c1 = angle.of(i, 2 * j + 1), s0 = angle.of(i + kHalf, 2 * j), s1 = angle.of(i + kHalf, 2 * j + 1);
+      word(q[i], j) = pack(low(x) * c0 - low(y) * s0, high(x) * c1 - high(y) * s1);
+      word(q[i + kHalf], j) = pack(low(y) * c0 + low(x) * s0, high(y) * c1 + high(x) * s1);
+    }
+#pragma unroll
+  for (int i = 2 * kHalf; i < kWidth / 32; i++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) word(q[i], j) = scaled(i, j);
+}
+
+// A warp's 16 query vectors (rows of the pass times heads of the group) and what its positions gave them. Lane (g, t) =
+// (lane / 4, lane % 4) holds columns i * 32 + t * 8 … of vectors g and g + 8.
+template <int kWidth>
+struct Fold {
+  uint4 q[2][kWidth / 32];
+  float4 out[kWidth / 8];
+  float top[2], norm[2];
+
+  __device__ __forceinline__ void begin() {
+#pragma unroll
+    for (int i = 0; i < kWidth / 8; i++) out[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    top[0] = top[1] = -INFINITY;
+    norm[0] = norm[1] = 0.f;
+  }
+
+  // The warp's 16 positions of a tile, from `first`: key(i), value(i) are the rows of `memory` where position first + i lies.
+  // Half h of the vectors (g and g + 8) sees positions in (after[h], upto[h]].
+  template <class Key, class Value>
+  __device__ __forceinline__ void slice(const bf16 *memory, Key key, Value value, int first, const int (&after)[2], const int (&upto)[2],
+                                        float scale) {
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    float4 s[2];
+    float most[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      const int k = key_at<kWidth>(key(n * 8 + g), t * 8);
+      s[n] = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+      for (int i = 0; i < kWidth / 32; i++)
+        mma_piece(s[n], q[0][i], q[1][i], *reinterpret_cast<const uint4 *>(memory + (k ^ i * 32)));
+      const int at = first + n * 8 + 2 * t;
+      s[n].x = at > after[0] && at <= upto[0] ? s[n].x * scale : -INFINITY;
+      s[n].y = at + 1 > after[0] && at + 1 <= upto[0] ? s[n].y * scale : -INFINITY;
+      s[n].z = at > after[1] && at <= upto[1] ? s[n].z * scale : -INFINITY;
+      s[n].w = at + 1 > after[1] && at + 1 <= upto[1] ? s[n].w * scale : -INFINITY;
+      most[0] = fmaxf(most[0], fmaxf(s[n].x, s[n].y));
+      most[1] = fmaxf(most[1], fmaxf(s[n].z, s[n].w));
+    }
+    float base[2], keep[2], sum[2] = {0.f, 0.f};
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      most[h] = fmaxf(most[h], __shfl_xor_sync(kAll, most[h], 1));
+      most[h] = fmaxf(most[h], __shfl_xor_sync(kAll, most[h], 2));
+      const float now = fmaxf(top[h], most[h]);
+      base[h] = now == -INFINITY ? 0.f : now;
+      keep[h] = exp2f(top[h] - base[h]);
+      top[h] = now;
+    }
+    uint32_t weight[2][2];
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      const float a = exp2f(s[n].x - base[0]), b = exp2f(s[n].y - base[0]);
+      const float c = exp2f(s[n].z - base[1]), d = exp2f(s[n].w - base[1]);
+      sum[0] += a + b;
+      sum[1] += c + d;
+      weight[n][0] = pack(a, b);
+      weight[n][1] = pack(c, d);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      sum[h] += __shfl_xor_sync(kAll, sum[h], 1);
+      sum[h] += __shfl_xor_sync(kAll, sum[h], 2);
+      norm[h] = fmaf(norm[h], keep[h], sum[h]);
+    }
+    const int v = value_at<kWidth>(value((lane >> 3 & 1) * 8 + (lane & 7)), (lane >> 4) * 8);
+#pragma unroll
+    for (int i = 0; i < kWidth / 16; i++) {
+      uint32_t r[4];
+      load_transposed(r, memory + (v ^ i * 16));
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        float4 &o = out[2 * i + j];
+        o.x *= keep[0], o.y *= keep[0], o.z *= keep[1], o.w *= keep[1];
+        mma(o, weight[0][0], weight[0][1], weight[1][0], weight[1][1], r[2 * j], r[2 * j + 1]);
+      }
+    }
+  }
+
+  // Partials of the warp's vectors: sums of values [16, kWidth], maxima and norms [16].
+  __device__ __forceinline__ void store(float *result, float *tops, float *norms) const {
+    const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+#pragma unroll
+      for (int i = 0; i < kWidth / 8; i++)
+        *reinterpret_cast<float2 *>(result + sum_at<kWidth>(g + 8 * h, i * 8 + 2 * t)) = h ? make_float2(out[i].z, out[i].w) : make_float2(out[i].x, out[i].y);
+      if (t == 0) tops[g + 8 * h] = top[h], norms[g + 8 * h] = norm[h];
+    }
+  }
+};
+
+// A lane's columns of one vector, kWidth / 32 neighbours, and what scales them: partials of it are added in one order.
+template <int kWidth>
+struct alignas(kWidth / 8) Columns {
+  float v[kWidth / 32];
+  __device__ __forceinline__ void add(float share, const Columns &other) {
+#pragma unroll
+    for (int j = 0; j < kWidth / 32; j++) v[j] = fmaf(share, other.v[j], v[j]);
+  }
+  // At L2: other blocks wrote it.
+  static __device__ __forceinline__ Columns read(const float *from) {
+    Columns c;
+#pragma unroll
+    for (int j = 0; j < kWidth / 32; j++) c.v[j] = load_float(from + j);
+    return c;
+  }
+};
+
+// Partials 0 … kCount - 1 of one vector, those that `live` has bits of, merged in ascending order by a warp: lane c holds maximum
+// and norm of partial c mod kCount, of(c) gives its columns. Norm and maximum (-inf: it sees nothing) of the sum are left.
+template <int kWidth, int kCount, class Of>
+__device__ __forceinline__ Columns<kWidth> merge_partials(float &top, float &norm, unsigned live, float sink, Of of) {
+  float most = fmaxf(top, sink);
+#pragma unroll
+  for (int o = kCount / 2; o; o >>= 1) most = fmaxf(most, __shfl_xor_sync(kAll, most, o));
+  const float base = most == -INFINITY ? 0.f : most, share = exp2f(top - base);
+  Columns<kWidth> part[kCount], y = {};
+#pragma unroll
+  for (int c = 0; c < kCount; c++)
+    if (live >> c & 1) part[c] = of(c);
+  float sum = exp2f(sink - base);
+#pragma unroll
+  for (int c = 0; c < kCount; c++)
+    if (live >> c & 1) {
+      const float own = __shfl_sync(kAll, share, c);
+      sum = fmaf(own, __shfl_sync(kAll, norm, c), sum);
+      y.add(own, part[c]);
+    }
+  top = most, norm = sum;
+  return y;
+}
+
+} // namespace eagle3

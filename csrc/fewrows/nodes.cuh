@@ -1,0 +1,146 @@
+// What attention.cuh is called with, and the nodes past the prefix: rows of this pass and those that an earlier pass over the same
+// tree left in the cache.
+#pragma once
+
+#include "common.cuh"
+#include "fold.cuh"
+
+namespace eagle3 {
+
+constexpr int kTile = 64, kWarps = 4, kSlice = kTile / kWarps, kVectors = 16; // of a warp: rows times heads
+
+struct Attention {
+  const bf16 *projected;    // [B * T, (heads + 2 * groups) * Dh]
+  const bf16 *q_gain;       // [Dh] or null, and so is k_gain
+  const bf16 *k_gain;
+  const float *cos_sin;     // [L, turned]
+  const int64_t *positions; // [B, T] of RoPE
+  const int64_t *index;     // [B, T] rows written
+  const int *pages;         // [B, table]
+  const int64_t *prefix;    // [B]
+  const int64_t *tree;      // [B, T] ancestor bits or null
+  const bf16 *sinks;        // [heads] or null
+  bf16 *keys;               // [slots, groups, Dh]
+  bf16 *values;
+  bf16 *y;                  // [B * T, heads * Dh]
+  float *sums;              // of clusters: [units, kClusters, vectors, Dh], a unit being a block's rows and group of heads;
+  float *stats;             // their maxima and norms [units, kClusters, vectors, 2];
+  unsigned *arrivals;       // [units, vectors] zeros, and zeros again when it is done. Null where one cluster suffices
+  float eps, scale;         // scale: of the softmax, times log2(e)
+  int t, heads, groups, turned, columns, table, page, window;
+};
+
+// Head vectors that a warp norms and turns at a time: their loads are all in flight before the first is used.
+constexpr int kTogether = 2;
+
+// Cosines then sines of one position, as the lanes need them: columns j * 32 + lane.
+template <int kWidth>
+__device__ __forceinline__ void load_angles(float (&angle)[kWidth / 32], const Attention &p, int position) {
+  const float *from = p.cos_sin + static_cast<int64_t>(position) * p.turned + (threadIdx.x & 31);
+#pragma unroll
+  for (int j = 0; j < kWidth / 32; j++) angle[j] = j * 32 < p.turned ? from[j * 32] : 0.f;
+}
+
+// What a block knows of the nodes: rows of the pass, rows that earlier passes over the same tree left, paths of its own rows.
+template <int kBlock>
+struct Nodes {
+  uint8_t path[kBlock][kTile]; // node at each depth
+  int last_of[kBlock];         // position of each row of the block
+  int slot_of[kTile];          // of the cache, for each node; -1: there is none
+  int8_t node_of[kTile];       // of each row of the pass, -1: padding
+  int position_of[kTile];      // of RoPE, of each row of the pass
+  unsigned long long wanted, present; // nodes on some path of the block; nodes that are rows of the pass
+  uint8_t broken[kTile];       // nodes whose key or value is not finite
+  int end;                     // past the last position that a query of the block sees, and past the first node's
+
+  // Threads of the block do it together, between two barriers of its own.
+  __device__ __forceinline__ void read(const Attention &p, int64_t line0, int first_row, int rows, int prefix, const int *pages) {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    if (threadIdx.x == 0) wanted = present = 0, end = prefix + 1;
+    __syncthreads();
+    if (threadIdx.x < kTile) {
+      const unsigned row = prefix + threadIdx.x, page = row / static_cast<unsigned>(p.page);
+      const bool inside = page < static_cast<unsigned>(p.columns);
+      slot_of[threadIdx.x] = inside ? pages[page] * p.page + static_cast<int>(row - page * p.page) : -1;
+      broken[threadIdx.x] = 0;
+      if (static_cast<int>(threadIdx.x) < p.t) {
+        const int64_t node = load_long(p.index + line0 + threadIdx.x) - prefix; // below zero: padding
+        position_of[threadIdx.x] = static_cast<int>(load_long(p.positions + line0 + threadIdx.x));
+        node_of[threadIdx.x] = static_cast<int8_t>(node >= 0 && node < kTile ? node : -1);
+        if (node >= 0 && node < kTile) atomicOr(&present, 1ull << node);
+      }
+    }
+    for (int r = warp; r < rows; r += blockDim.x / 32) {
+      const uint64_t bits = p.tree ? static_cast<uint64_t>(load_long(p.tree + line0 + first_row + r)) : (2ull << (first_row + r)) - 1ull;
+      const uint64_t below = (1ull << lane) - 1ull;
+      if (bits >> lane & 1ull) path[r][__popcll(bits & below)] = static_cast<uint8_t>(lane);
+      if (bits >> (lane + 32) & 1ull) path[r][__popcll(bits & ((below << 32) | 0xffffffffull))] = static_cast<uint8_t>(lane + 32);
+      if (lane == 0) {
+        last_of[r] = prefix + __popcll(bits) - 1;
+        atomicMax(&end, last_of[r] + 1);
+        atomicOr(&wanted, static_cast<unsigned long long>(bits));
+      }
+    }
+    __syncthreads();
+  }
+};
+
+// Keys (normed, turned) and values of the rows of the pass, where their nodes lie in shared memory, and in the cache if this
+// block writes it. All threads of the block do it together.
+template <int kWidth, int kHalf, int kBlock>
+__device__ __forceinline__ void keep_nodes(const Attention &p, Nodes<kBlock> &nodes, bf16 *memory, int node0, int64_t line0, int group,
+                                           bool writes) {
+  constexpr int kMany = kWidth / 32, kChunks = kWidth / 8;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+  const int lanes = (p.heads + 2 * p.groups) * kWidth, value_lines = p.t * kChunks;
+  const bf16 *const keys = p.projected + line0 * lanes + (p.heads + group) * kWidth, *const values = keys + p.groups * kWidth;
+  auto value_of = [&](int i) { return load_rows(values + static_cast<int64_t>(i / kChunks) * lanes + i % kChunks * 8); };
+  uint4 v = make_uint4(0, 0, 0, 0);
+  if (static_cast<int>(threadIdx.x) < value_lines) v = value_of(threadIdx.x); // beside the keys
+  float gain[kMany];
+#pragma unroll
+  for (int j = 0; j < kMany; j++) gain[j] = p.k_gain ? __bfloat162float(p.k_gain[j * 32 + lane]) : 1.f;
+#pragma unroll 1
+  for (int first = warp; first < p.t; first += kTogether * warps) {
+    float key[kTogether][kMany], angle[kTogether][kMany];
+#pragma unroll
+    for (int i = 0; i < kTogether; i++) {
+      const int row = min(first + i * warps, p.t - 1);
+      load_angles<kWidth>(angle[i], p, nodes.position_of[row]);
+#pragma unroll
+      for (int j = 0; j < kMany; j++) key[i][j] = load_bf16(keys + static_cast<int64_t>(row) * lanes + j * 32 + lane);
+    }
+#pragma unroll 1
+    for (int row = first; row < min(first + kTogether * warps, p.t); row += warps) {
+      const int node = nodes.node_of[row];
+      if (node >= 0) {
+        turn<kWidth, kHalf>(key[0], gain, p.k_gain != nullptr, angle[0], p.eps);
+        const int slot = writes ? nodes.slot_of[node] : -1;
+        bf16 *const to = p.keys + (static_cast<int64_t>(slot) * p.groups + group) * kWidth + lane;
+#pragma unroll
+        for (int j = 0; j < kMany; j++) {
+          if (slot >= 0) to[j * 32] = __float2bfloat16(key[0][j]);
+          if (!(fabsf(key[0][j]) < INFINITY)) key[0][j] = 0.f, nodes.broken[node] = 1; // 0 * NaN is NaN: only who sees it may get it
+          memory[key_at<kWidth>(node0 + node, j * 32 + (lane & ~7)) + (lane & 7)] = __float2bfloat16(key[0][j]);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kMany; j++) key[0][j] = key[kTogether - 1][j], angle[0][j] = angle[kTogether - 1][j];
+    }
+  }
+#pragma unroll 1
+  for (int i = threadIdx.x; i < value_lines; i += blockDim.x) { // values as they are, 16 bytes a thread
+    if (i >= static_cast<int>(blockDim.x)) v = value_of(i);
+    const int node = nodes.node_of[i / kChunks], c = i % kChunks * 8;
+    if (node < 0) continue;
+    const int slot = writes ? nodes.slot_of[node] : -1;
+    if (slot >= 0) *reinterpret_cast<uint4 *>(p.values + (static_cast<int64_t>(slot) * p.groups + group) * kWidth + c) = v;
+    uint32_t *word = reinterpret_cast<uint32_t *>(&v);
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      if (!(fabsf(low(word[j])) < INFINITY) || !(fabsf(high(word[j])) < INFINITY)) word[j] = 0, nodes.broken[node] = 1;
+    *reinterpret_cast<uint4 *>(memory + value_at<kWidth>(node0 + kTile + node, c)) = v;
+  }
+}
+
+} // namespace eagle3
