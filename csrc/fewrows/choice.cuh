@@ -13,7 +13,8 @@ constexpr int kGroupExperts = 512;   // of a layer, at most
 struct GroupChoice {
   uint8_t rank[kGroupChosen][kRows]; // of an expert among those of a row that chose it
   int list[kGroupChosen], id[kGroupChosen], count;
-  unsigned rows[kGroupChosen], bits[kGroupExperts / 32];
+  unsigned rows[kGroupChosen];
+  alignas(16) unsigned bits[kGroupExperts / 32];
   float weight[kRows][kGroupChoices]; // of a row's own, in ascending order of the experts
   uint8_t place[kRows][kGroupChoices], owns[kRows]; // their places in `list`; how many they are
 
@@ -31,60 +32,70 @@ struct GroupChoice {
 template <int kThreads>
 struct OwnPairs {
   static constexpr int kOwn = kThreads < kGroupChosen ? kGroupChosen / kThreads : 1;
-  int e[kOwn], pairs;
+  int e[kOwn], row[kOwn];
   float w[kOwn];
-  // P: the parameters of a kernel, with ids and weights of its rows. Ids that are no expert's are passed over.
+  // P: the parameters of a kernel, with ids and weights of its rows. What needs no load comes before the wait.
   template <class P>
   __device__ __forceinline__ explicit OwnPairs(const P &p) {
-    const int first = blockIdx.y * kRows;
-    const size_t from = static_cast<size_t>(first) * p.choices;
-    pairs = min(kRows, p.rows - first) * p.choices;
+    const int live = min(kRows, p.rows - static_cast<int>(blockIdx.y) * kRows);
 #pragma unroll
     for (int k = 0; k < kOwn; k++) {
-      const int i = threadIdx.x + k * kThreads;
+      const unsigned i = threadIdx.x + k * kThreads, r = i / static_cast<unsigned>(p.choices);
+      row[k] = static_cast<int>(r) < live ? static_cast<int>(r) : -1;
+    }
+  }
+  // Ids that are no expert's are passed over.
+  template <class P>
+  __device__ __forceinline__ void load(const P &p) {
+    const size_t from = static_cast<size_t>(blockIdx.y) * kRows * p.choices + threadIdx.x;
+#pragma unroll
+    for (int k = 0; k < kOwn; k++) {
       e[k] = -1, w[k] = 0.f;
-      if (i >= pairs) continue;
-      const int64_t id = load_long(p.ids + from + i);
-      w[k] = load_float(p.weights + from + i);
+      if (row[k] < 0) continue;
+      const int64_t id = load_long(p.ids + from + k * kThreads);
+      w[k] = load_float(p.weights + from + k * kThreads);
       e[k] = id >= 0 && id < p.experts ? static_cast<int>(id) : -1;
     }
   }
 };
 
 // Returns how many experts the block's group of rows chose. All threads call it. An expert's place is the number of set bits
-// before its own: no loop over the pairs.
-template <int kThreads, class P>
+// before its own: no loop over the pairs. kOrdered: also each row's own experts in ascending order.
+template <int kThreads, bool kOrdered, class P>
 __device__ __forceinline__ int choose_rows(const P &p, const OwnPairs<kThreads> &own, GroupChoice &c) {
 #pragma unroll
   for (int k = 0; k < own.kOwn; k++) {
-    const int i = threadIdx.x + k * kThreads;
-    if (i >= own.pairs) continue;
-    c.id[i] = own.e[k];
+    if (own.row[k] < 0) continue;
+    c.id[threadIdx.x + k * kThreads] = own.e[k];
     if (own.e[k] >= 0) atomicOr(c.bits + own.e[k] / 32, 1u << own.e[k] % 32);
   }
   __syncthreads();
 #pragma unroll
   for (int k = 0; k < own.kOwn; k++) {
-    const int i = threadIdx.x + k * kThreads, e = own.e[k];
-    if (i >= own.pairs) continue;
+    const int i = threadIdx.x + k * kThreads, e = own.e[k], row = own.row[k];
+    if (row < 0) continue;
     int place = 0, all = 0;
-#pragma unroll 4
+#pragma unroll
     for (int word = 0; word < kGroupExperts / 32; word++) {
       const unsigned bits = c.bits[word];
       all += __popc(bits);
-      if (word * 32 < e) place += __popc(word < e / 32 ? bits : bits & ((1u << e % 32) - 1));
+      if (word <= e / 32) place += __popc(word < e / 32 ? bits : bits & ((1u << (e & 31)) - 1));
     }
-    const int row = i / p.choices;
-    int rank = 0, owns = 0;
-#pragma unroll 1
-    for (int j = row * p.choices; j < (row + 1) * p.choices; j++) owns += c.id[j] >= 0, rank += c.id[j] >= 0 && c.id[j] < e;
     if (i == 0) c.count = all;
-    c.owns[row] = static_cast<uint8_t>(owns); // the same from every pair of the row
-    if (e < 0) continue;
-    c.list[place] = e; // likewise
-    atomicOr(c.rows + place, 1u << row);
-    c.weight[row][rank] = own.w[k];
-    c.place[row][rank] = static_cast<uint8_t>(place), c.rank[place][row] = static_cast<uint8_t>(rank);
+    if (e >= 0) c.list[place] = e, atomicOr(c.rows + place, 1u << row);
+    if constexpr (kOrdered) {
+      int rank = 0, owns = 0;
+#pragma unroll
+      for (int j = 0; j < kGroupChoices; j++) {
+        if (j >= p.choices) continue;
+        const int other = c.id[row * p.choices + j];
+        owns += other >= 0, rank += other >= 0 && other < e;
+      }
+      c.owns[row] = static_cast<uint8_t>(owns); // the same from every pair of the row
+      if (e < 0) continue;
+      c.weight[row][rank] = own.w[k];
+      c.place[row][rank] = static_cast<uint8_t>(place), c.rank[place][row] = static_cast<uint8_t>(rank);
+    }
   }
   __syncthreads();
   return c.count;

@@ -97,18 +97,19 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_gate_up(P p) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int column = warp * kSpans * kSpan + t * kGroup, row = blockIdx.y * kRows + g;
   choice.template clear<kWarps * 32>();
+  OwnPairs<kWarps * 32> own(p);
+  TileWalk now(p.width / 8), ahead = now;
   __syncthreads();
   wait_for_predecessor();
-  const OwnPairs<kWarps * 32> own(p);
+  own.load(p);
   uint4 b[kSpans * 4];
 #pragma unroll
   for (int i = 0; i < kSpans * 4; i++) {
     const int at = column + i / 4 * kSpan + i % 4 * 8;
     b[i] = row < p.rows && at < p.columns ? load_rows(p.x + static_cast<size_t>(row) * p.columns + at) : make_uint4(0, 0, 0, 0);
   }
-  const int count = choose_rows(p, own, choice);
+  const int count = choose_rows<kWarps * 32, false>(p, own, choice);
   launch_dependents(); // the next kernel reads ids and weights before it waits: they are older than this one
-  TileWalk now(p.width / 8), ahead = now;
   Codes<F> top[kSpans], bottom[kSpans];
   const uint32_t *codes;
   const typename F::Scale *scales;
@@ -278,11 +279,12 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_down(P p) {
   const DownParts parts(p.width, p.choices, kWarps);
   const int first = share_begin(p.columns, blockIdx.x), last = share_begin(p.columns, blockIdx.x + 1);
   choice.template clear<kWarps * 32>();
-  const OwnPairs<kWarps * 32> own(p); // older than the kernel before this one
+  OwnPairs<kWarps * 32> own(p);
+  own.load(p); // older than the kernel before this one
   typename F::template Beside<kWarps, kHalves> beside(p, sums + parts.parts * p.choices * kOwn * kRows);
   beside.fetch(p, first, last);
   __syncthreads();
-  const int count = choose_rows(p, own, choice), jobs = count * parts.parts;
+  const int count = choose_rows<kWarps * 32, true>(p, own, choice), jobs = count * parts.parts;
   DownWalk<kWarps> now, ahead;
   now.begin(parts, warp), ahead = now;
   Codes<F> half[kHalves][kUnitSpans];
