@@ -93,7 +93,7 @@ struct Stages {
 };
 
 // Cluster x / 8: group of heads; y: tile of rows; z: sequence, and where there are several, a cluster of tiles. kShare heads a
-// group; kHalf: see turn; kStages tiles of positions in flight, one less where the nodes lie. Warps 4 i … 4 i + 3 hold part i.
+// group; kHalf: see turn; kStages tiles of positions in flight, one less where nodes need room. Warps 4 i … 4 i + 3 hold part i.
 template <int kWidth, int kShare, int kHalf, int kStages, int kMost>
 __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
   constexpr int kBlock = kVectors / kShare, kMany = kWidth / 32, kChunks = kWidth / 8; // kBlock: rows of a part
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
   const int oldest = p.window ? max(0, prefix + (p.tree ? 0 : first_row) - p.window + 1) / kTile : 0;
   const int start = first_tile(own, rank, oldest), border = prefix / kTile; // the tile that the prefix ends in, and the first node's
   auto mine = [&](int s) { return s / kRun % kClusters == own && s % kRanks == rank; };
-  const int held = kStages - (mine(border) || mine(border + 1));
+  const int tail = border + !mine(border); // the only one of this rank that nodes may be in, if it is this rank's
   auto slot_of = [&](int s, int r) { // of row r of a tile: below 2^31, as no GPU's memory holds more
     const unsigned row = s * kTile + r, page = row / static_cast<unsigned>(p.page);
     return static_cast<int>(row) < prefix ? pages[page] * p.page + static_cast<int>(row - page * p.page) : -1;
@@ -143,9 +143,15 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
     slots[i] = slot_of(s, i % kTile);
   }
   nodes.read(p, line0, first_row, rows, prefix, pages);
+  // the nodes lie behind the prefix's rows in the stage of that tile, if it is one of the first and they fit, or in the last stage
+  int turns = 0;
+  for (int s = start; s < tail && turns < kStages; s = next_tile(s)) turns++;
+  const int before = max(0, prefix - tail * kTile);
+  const bool beside = turns < kStages && before + nodes.count() <= kTile;
+  const int node0 = beside ? turns * 2 * kTile + before : (kStages - 1) * 2 * kTile; // row of the memory where their keys begin
+  const int held = kStages - (mine(tail) && !beside), end = nodes.end;
 #pragma unroll 1
   for (int i = 0; i < held; i++, ahead = next_tile(ahead)) fetch(slots + i * kTile, i);
-  const int end = nodes.end;
   const unsigned clusters = clusters_with(oldest, end);
   if (!(clusters >> own & 1)) return; // no tile is this cluster's, and nothing was copied
   const bool live = first_tile(own, lane % kRanks, oldest) * kTile < end; // whether a rank has a partial
@@ -156,8 +162,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
   const int lanes = (p.heads + 2 * p.groups) * kWidth;
   const bool folds = start * kTile < end;
   // the first tile past the prefix is written by who folds it
-  const bool writes = blockIdx.y == 0 && mine(border), own_nodes = folds && (mine(border) || (mine(border + 1) && (border + 1) * kTile < end));
-  const int node0 = (kStages - 1) * 2 * kTile; // row of the memory where nodes' keys begin
+  const bool writes = blockIdx.y == 0 && mine(border), own_nodes = folds && mine(tail) && tail * kTile < end;
   // rows of the cache are older than the kernel before this one, which only projects
   const unsigned long long earlier = own_nodes ? nodes.wanted & ~nodes.present : 0;
   if (earlier) {
@@ -187,6 +192,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
 #pragma unroll
   for (int i = 0; i < kMany; i++) // ones where there are none
     gain[i] = p.q_gain ? load_weights(p.q_gain + i * 32 + (lane & 3) * 8) : make_uint4(0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u);
+  int slot = threadIdx.x < kTile ? slot_of(ahead, threadIdx.x) : -1; // of a row of the tile ahead
   wait_for_predecessor();
   launch_dependents();
 #pragma unroll
@@ -207,8 +213,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
         fold.q[0][i] = fold.q[1][i], fold.q[1][i] = v;
       }
     }
-    int place = 0, slot = -1; // slot: of row threadIdx.x of the tile ahead
-    if (threadIdx.x < kTile) slot = slot_of(ahead, threadIdx.x);
+    int place = 0;
 #pragma unroll 1
     for (int s = start; s * kTile < end; s = next_tile(s)) {
       if (earlier && s == start)
@@ -253,7 +258,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
     __syncthreads();
   }
   if (kMost > 1) cluster_arrive(); // others may send
-  cluster_wait();
+  bool waited = false; // until this block may
   // the block's partials, a warp a vector at a time
   const int column = lane * kMany;
   float *const sent = result + P::kInbox, *const sent_stats = sent + P::kVectorsHeld * kWidth; // [vectors / 8, kRanks], kWidth and 2 of each
@@ -265,11 +270,13 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
       const Sum y = merge_partials<kWidth, kWarps>(of_all[0], of_all[1], (1u << kWarps) - 1, -INFINITY, [&](int w) {
         return *reinterpret_cast<const Sum *>(result + sum_at<kWidth>(at + w * kVectors, column & ~7) + (column & 7));
       });
+      if (!waited) cluster_wait(), waited = true;
       const int to = v / kRanks * kRanks + rank;
       send(sent + to * kWidth + column, &inbox, v % kRanks, y.v);
       if (lane == 0) send(sent_stats + to * 2, &inbox, v % kRanks, of_all);
     }
   }
+  if (!waited) cluster_wait();
   // the cluster's
   const int v = rank + kRanks * warp;
   if (v >= vectors) return;

@@ -53,6 +53,9 @@ struct Nodes {
   uint8_t broken[kTile];       // nodes whose key or value is not finite
   int end;                     // past the last position that a query of the block sees, and past the first node's
 
+  // Of those that the block may need, the highest and one.
+  __device__ __forceinline__ int count() const { return kTile - __clzll(static_cast<long long>(wanted | present)); }
+
   // Threads of the block do it together, between two barriers of its own.
   __device__ __forceinline__ void read(const Attention &p, int64_t line0, int first_row, int rows, int prefix, const int *pages) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
