@@ -92,7 +92,7 @@ struct Stages {
   static_assert((kInbox + kVectorsHeld * (kWidth + 2)) * sizeof(float) <= kBytes && kResult + kStats <= kStages * kStage / 2, "all fits");
 };
 
-// Cluster x / 8: group of heads; y: tile of rows; z: sequence, and where there are several, a cluster of tiles. kShare heads a
+// Cluster x / 8: group of heads; y: tile of rows; z: sequence and, where there are several, a cluster of tiles. kShare heads a
 // group; kHalf: see turn; kStages tiles of positions in flight, one less where nodes need room. Warps 4 i … 4 i + 3 hold part i.
 template <int kWidth, int kShare, int kHalf, int kStages, int kMost>
 __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
@@ -107,14 +107,15 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
   float *const result = reinterpret_cast<float *>(attention_memory), *const top_of = result + P::kResult, *const norm_of = top_of + P::kStats / 2;
   const int threads = kMost == 1 ? kWarps * 32 : blockDim.x, parts = threads / (kWarps * 32);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, part = warp / kWarps, slice = warp % kWarps;
-  const int rank = cluster_rank(), group = blockIdx.x / kRanks, b = kMost == 1 ? blockIdx.z : blockIdx.z / kClusters;
-  const int own = kMost == 1 ? 0 : blockIdx.z % kClusters; // cluster of tiles
+  const int rank = cluster_rank(), group = blockIdx.x / kRanks, batch = kMost == 1 ? gridDim.z : gridDim.z / kClusters;
+  const int own = kMost == 1 ? 0 : blockIdx.z / batch, b = blockIdx.z - own * batch; // own: cluster of tiles
   const int first_row = blockIdx.y * parts * kBlock, rows = min(parts * kBlock, p.t - first_row), vectors = rows * kShare;
   const int64_t line0 = static_cast<int64_t>(b) * p.t;
   const int prefix = static_cast<int>(load_long(p.prefix + b));
   const int *const pages = p.pages + static_cast<int64_t>(b) * p.table;
   // no row of the block sees an older tile
   const int oldest = p.window ? max(0, prefix + (p.tree ? 0 : first_row) - p.window + 1) / kTile : 0;
+  if (!(clusters_with(oldest, prefix + kTile) >> own & 1)) return; // whatever the tree, no tile is this cluster's
   const int start = first_tile(own, rank, oldest), border = prefix / kTile; // the tile that the prefix ends in, and the first node's
   auto mine = [&](int s) { return s / kRun % kClusters == own && s % kRanks == rank; };
   const int tail = border + !mine(border); // the only one of this rank that nodes may be in, if it is this rank's
@@ -153,7 +154,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
 #pragma unroll 1
   for (int i = 0; i < held; i++, ahead = next_tile(ahead)) fetch(slots + i * kTile, i);
   const unsigned clusters = clusters_with(oldest, end);
-  if (!(clusters >> own & 1)) return; // no tile is this cluster's, and nothing was copied
+  if (!(clusters >> own & 1)) return; // nothing was copied
   const bool live = first_tile(own, lane % kRanks, oldest) * kTile < end; // whether a rank has a partial
   const unsigned live_ranks = __ballot_sync(kAll, live) & ((1u << kRanks) - 1);
   // vector i is rank i mod 8's, who gets it from all that have a part of it
