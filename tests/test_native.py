@@ -191,10 +191,12 @@ def test_mxfp4_experts_at_real_sizes(table, sizes):
 @pytest.mark.parametrize("sizes", INT4, ids=str)
 def test_int4_experts_at_real_sizes(table, sizes):
     """Kills codes in another order than the rows, scales of a neighbouring group, experts of other rows that count, a
-    shared expert left out or of another row."""
+    shared expert left out or of another row, scales that are no normal numbers raised all the same."""
     make, (n, hidden) = Quick(), sizes[:2]
     arguments = packed(make, *sizes)
     compare(table, "experts_int4", str(sizes), arguments, B16)
+    arguments[4][:, ::7, ::3], arguments[6][:, ::5, ::2] = 0, 0
+    compare(table, "experts_int4", f"{sizes}, zeros", arguments, B16)
     for width in (256, 512, 1024):
         beside = make.floats(n, width), make.weight(hidden, width)
         compare(table, "experts_int4", f"{sizes} beside {width}", (*arguments, *beside), B16)

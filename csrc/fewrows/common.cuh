@@ -269,17 +269,24 @@ __device__ __forceinline__ void multiply(Tile<kDepth> &tile, const Operand<kThre
   for (int group = 0; group < kGroups; group++) c[group] = add(c[group], odd[group]);
 }
 
-// Launch with dependent launch allowed, so that the kernel's beginning overlaps its predecessor's end.
+// Launch with dependent launch allowed, so that the kernel's beginning overlaps its predecessor's end. carveout: percent of a
+// multiprocessor's memory that the kernel would have shared; one kernel always asks for the same.
 template <class... Parameters, class... Arguments>
-inline cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared, cudaStream_t stream,
-                          int cluster, Arguments... arguments) {
+inline cudaError_t launch_carved(int carveout, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared, cudaStream_t stream,
+                                 int cluster, Arguments... arguments) {
   // static shared memory counts towards the 48 KB that need no asking
   const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
   if (e != cudaSuccess) return e;
-  // one carve-out for all: a multiprocessor must drain before it changes its own. It leaves half to L1, where plain loads in
-  // flight live: gate and up take 1.3 times as long with all of it shared
-  cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 44);
+  cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, carveout);
   return launch_chained(kernel, grid, threads, shared, stream, cluster, true, arguments...);
+}
+// One carve-out for all: a multiprocessor must drain before it changes its own. It leaves half to L1, where plain loads in flight
+// live: gate and up take 1.3 times as long with all of it shared.
+constexpr int kCarveout = 44;
+template <class... Parameters, class... Arguments>
+inline cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared, cudaStream_t stream,
+                          int cluster, Arguments... arguments) {
+  return launch_carved(kCarveout, kernel, grid, threads, shared, stream, cluster, arguments...);
 }
 
 } // namespace eagle3

@@ -18,34 +18,27 @@ struct Fp4Format {
   using Factor = __nv_bfloat162;
   template <int kWarps, int kHalves>
   using Beside = NothingBeside<kWarps, kHalves>;
-  static constexpr bool kWoven = true, kBias = true, kLarge = true;
+  static constexpr bool kWoven = true, kBias = true;
   static constexpr uint32_t kMost = 128; // stored
 
   static __device__ __forceinline__ Factor twice(uint32_t exponent) {
     const uint32_t bits = exponent * 0x00800080u;
     return *reinterpret_cast<const __nv_bfloat162 *>(&bits);
   }
-  // 2^126 times the power of two that is stored, 2^127 at most, and what is left of it (1 but for powers that no weight needs).
+  // 2^126 times the power of two that is stored, 2^127 at most; the rest of powers that no weight needs is a second factor.
   static __device__ __forceinline__ Factor factor(uint32_t stored) { return twice(min(stored, kMost) + 126); }
   static __device__ __forceinline__ bool large(uint32_t stored) { return stored > kMost; }
-  static __device__ __forceinline__ void enlarge(uint4 &a, uint32_t stored) {
-    const Factor rest = twice(max(stored, kMost) - kMost + 127);
-    uint32_t *v = reinterpret_cast<uint32_t *>(&a);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const __nv_bfloat162 value = __hmul2(*reinterpret_cast<const __nv_bfloat162 *>(&v[i]), rest);
-      v[i] = *reinterpret_cast<const uint32_t *>(&value);
-    }
-  }
   // Bits of each half of a word: 15, 8-6 are sign and magnitude of the first pair's code, as bf16 has them but 2^126 too low
   // (subnormals too); 12, 5-3 of the second pair's; 13, 2-0 of the third's; 14, 11-9 of the fourth's.
-  static __device__ __forceinline__ uint4 decode(uint32_t word, Factor factor) {
+  template <bool kLarge>
+  static __device__ __forceinline__ uint4 decode(uint32_t word, Factor factor, uint32_t stored) {
     constexpr uint32_t kSign = 0x80008000u, kMagnitude = 0x01c001c0u;
     uint32_t bits[4] = {word & (kSign | kMagnitude), word << 3 & (kSign | kMagnitude), (word << 6 & kMagnitude) | (word << 2 & kSign),
                         (word >> 3 & kMagnitude) | (word << 1 & kSign)};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const __nv_bfloat162 value = __hmul2(*reinterpret_cast<const __nv_bfloat162 *>(&bits[i]), factor);
+      __nv_bfloat162 value = __hmul2(*reinterpret_cast<const __nv_bfloat162 *>(&bits[i]), factor);
+      if constexpr (kLarge) value = __hmul2(value, twice(max(stored, kMost) - kMost + 127));
       bits[i] = *reinterpret_cast<const uint32_t *>(&value);
     }
     return make_uint4(bits[0], bits[1], bits[2], bits[3]);
@@ -87,9 +80,9 @@ inline cudaError_t fp4_experts(const Fp4Experts &p, int blocks, cudaStream_t str
   if (!packed_serves(p)) return cudaErrorInvalidValue;
   cudaError_t e = cudaErrorInvalidValue;
   switch (p.columns) {
-  case 256: e = launch_packed_gate_up<1, 2, 2>(p, blocks, stream); break;
-  case 320: e = launch_packed_gate_up<2, 2, 2>(p, blocks, stream); break;
-  case 2880: e = launch_packed_gate_up<8, 3, 2>(p, blocks, stream); break;
+  case 256:
+  case 320: e = launch_packed_gate_up<2, 2>(p, blocks, stream); break;
+  case 2880: e = launch_packed_gate_up<12, 2>(p, blocks, stream); break;
   default: break;
   }
   if (e != cudaSuccess) return e;

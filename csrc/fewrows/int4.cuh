@@ -15,24 +15,36 @@ __device__ __forceinline__ uint32_t raised(uint32_t word) {
 
 struct Int4Format {
   using Scale = uint16_t; // bf16
-  using Factor = __nv_bfloat162;
   template <int kWarps, int kHalves>
   using Beside = SharedDown<kWarps, kHalves>;
-  static constexpr bool kWoven = false, kBias = false, kLarge = false;
+  static constexpr bool kWoven = false, kBias = false;
 
-  static __device__ __forceinline__ Factor factor(uint32_t stored) {
-    const uint32_t twice = stored * 0x10001u;
-    return *reinterpret_cast<const __nv_bfloat162 *>(&twice);
+  // A code in a bf16's mantissa alone is code * 2^-130, and 8 scales are exact: one fused operation makes a pair of weights.
+  struct Factor {
+    __nv_bfloat162 raised, offset; // scale * 2^130, -8 * scale
+  };
+  static __device__ __forceinline__ __nv_bfloat162 twice(uint32_t bits, uint32_t more = 0) {
+    const uint32_t both = bits * 0x10001u + more;
+    return *reinterpret_cast<const __nv_bfloat162 *>(&both);
   }
+  static __device__ __forceinline__ Factor factor(uint32_t stored) { return {twice(stored, 130u * 0x00800080u), twice(stored, 0x81808180u)}; }
+  // Scales that are no normal numbers below 1/4.
+  static __device__ __forceinline__ bool large(uint32_t stored) { return stored - 0x80u >= 0x3e00u; }
   // bf16 pairs of columns (0, 4), (1, 5), (2, 6), (3, 7)
-  static __device__ __forceinline__ uint4 decode(uint32_t word, Factor scale) {
-    const __nv_bfloat162 offset = __float2bfloat162_rn(136.f);
+  template <bool kLarge>
+  static __device__ __forceinline__ uint4 decode(uint32_t word, Factor scale, uint32_t stored) {
     uint4 out;
     uint32_t *o = reinterpret_cast<uint32_t *>(&out);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const uint32_t bits = raised(word >> (4 * i));
-      const __nv_bfloat162 value = __hmul2(__hsub2(*reinterpret_cast<const __nv_bfloat162 *>(&bits), offset), scale);
+      __nv_bfloat162 value;
+      if constexpr (kLarge) {
+        const uint32_t bits = raised(word >> (4 * i));
+        value = __hmul2(__hsub2(*reinterpret_cast<const __nv_bfloat162 *>(&bits), __float2bfloat162_rn(136.f)), twice(stored));
+      } else {
+        const uint32_t bits = (i ? word >> (i ? 4 * i - 3 : 0) : word << 3) & 0x00780078u;
+        value = __hfma2(*reinterpret_cast<const __nv_bfloat162 *>(&bits), scale.raised, scale.offset);
+      }
       o[i] = *reinterpret_cast<const uint32_t *>(&value);
     }
     return out;
@@ -76,11 +88,11 @@ inline cudaError_t int4_experts(const Int4Experts &p, int blocks, cudaStream_t s
   if (!packed_serves(p) || p.shared_width % (kWarps * kPiece)) return cudaErrorInvalidValue;
   cudaError_t e = cudaErrorInvalidValue;
   switch (p.columns) {
-  case 256: e = launch_packed_gate_up<1, 2, 2>(p, blocks, stream); break;
-  case 512: e = launch_packed_gate_up<2, 2, 2>(p, blocks, stream); break;
-  case 2048: e = launch_packed_gate_up<8, 2, 2>(p, blocks, stream); break;
-  case 4096: e = launch_packed_gate_up<16, 2, 1>(p, blocks, stream); break;
-  case 7168: e = launch_packed_gate_up<14, 4, 1>(p, blocks, stream); break;
+  case 256:
+  case 512: e = launch_packed_gate_up<2, 2>(p, blocks, stream); break;
+  case 2048: e = launch_packed_gate_up<8, 2>(p, blocks, stream); break;
+  case 4096: e = launch_packed_gate_up<16, 1>(p, blocks, stream); break;
+  case 7168: e = launch_packed_gate_up<28, 1>(p, blocks, stream); break;
   default: break;
   }
   if (e != cudaSuccess) return e;

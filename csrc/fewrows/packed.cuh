@@ -6,8 +6,8 @@
 // before the wait wherever it is known, and shared memory stays small: half of it is left to L1, where loads in flight live.
 //
 // P: parameters of a kernel; its P::Format has
-//   Scale: as stored; Factor, factor(stored): what codes of a group are multiplied by; decode(word, factor): a row's A operands
-//   of two mma; kLarge: scales may be `large`, and then enlarge(a, stored) multiplies by what the factor left;
+//   Scale: as stored; Factor, factor(stored): what codes of a group are multiplied by; decode<false>(word, factor, stored): a
+//   row's A operands of two mma; decode<true>: the same for any scale, where one of them is large(stored);
 //   operand(natural): eight columns in the order of decode, place(i): where one of eight lies in that order;
 //   kWoven: gate and up rows lie in turn; Bias: of a gate and its up; kBias: down has biases; Beside: a shared expert's part of
 //   down, SharedDown or NothingBeside; activation(gate, up).
@@ -18,7 +18,7 @@
 namespace eagle3 {
 
 constexpr int kGroup = 32, kSpan = 128; // columns that share a scale; that a quad of lanes reads at once
-constexpr int kUnitSpans = 2;           // spans of down's rows that are in registers at a time
+constexpr int kUnitSpans = 2;           // spans of a warp that are in registers at a time
 constexpr int kUnit = kUnitSpans * kSpan;
 
 // Where column i of a row of `hidden` lies: lane t of a span finds its group's eights 4 chunks apart, each in F's order.
@@ -40,22 +40,20 @@ struct Codes {
 };
 
 // Products of a span of rows g (and g + 8, where there is a bottom) with the group's rows, b: the lane's columns, as
-// P::Format::operand orders them. kLarge: scales may be too large for one multiplication.
-template <class F, bool kLarge>
+// P::Format::operand orders them, eights kStride apart. kLarge: scales may be too large for one multiplication.
+template <class F, bool kLarge, int kStride>
 __device__ __forceinline__ void multiply_span(float4 &c, float4 &odd, const Codes<F> &top, const Codes<F> *bottom, const uint4 *b) {
   const typename F::Factor first = F::factor(top.stored), second = F::factor(bottom ? bottom->stored : 0);
   const uint32_t *tops = reinterpret_cast<const uint32_t *>(&top.words);
   const uint32_t *bottoms = reinterpret_cast<const uint32_t *>(&(bottom ? bottom->words : top.words));
 #pragma unroll
   for (int eight = 0; eight < 4; eight++) {
-    uint4 above = F::decode(tops[eight], first), below = make_uint4(0, 0, 0, 0);
-    if (bottom) below = F::decode(bottoms[eight], second);
-    if constexpr (kLarge) {
-      F::enlarge(above, top.stored);
-      if (bottom) F::enlarge(below, bottom->stored);
-    }
-    mma(c, above.x, below.x, above.y, below.y, b[eight].x, b[eight].y);
-    mma(odd, above.z, below.z, above.w, below.w, b[eight].z, b[eight].w);
+    const uint4 above = F::template decode<kLarge>(tops[eight], first, top.stored);
+    uint4 below = make_uint4(0, 0, 0, 0);
+    if (bottom) below = F::template decode<kLarge>(bottoms[eight], second, bottom->stored);
+    const uint4 v = b[eight * kStride];
+    mma(c, above.x, below.x, above.y, below.y, v.x, v.y);
+    mma(odd, above.z, below.z, above.w, below.w, v.z, v.w);
   }
 }
 
@@ -87,30 +85,59 @@ struct TileWalk {
   }
 };
 
-// Gate, up and activation. A tile is 8 gates on top of their ups; a warp does kSpans spans of the columns, the warps' sums are
-// added in ascending order.
-template <class P, int kWarps, int kSpans, int kResident>
+// The warps' partial tiles of gate and up, and their sums by many threads, so that no warp is late for the next tile.
+template <int kWarps>
+struct GateSums {
+  static constexpr int kParts = kWarps >= 16 ? 4 : kWarps >= 8 ? 2 : 1; // threads of a sum
+  static constexpr int kAdders = 2 * kParts;                           // warps: a thread for each unit, row and part
+  static_assert(kWarps % kParts == 0 && kAdders <= kWarps, "parts are even");
+  float4 of[kWarps][33]; // parts lie on different banks
+
+  // Of a gate (0) or its up (2): unit and row of thread `at` of the adders. All lanes of a warp call it.
+  __device__ __forceinline__ float sum(int at, int which) const {
+    const int o = at / kParts, part = at % kParts, lane = o / kRows * 4 + o % kRows / 2;
+    float total = 0.f;
+#pragma unroll
+    for (int w = 0; w < kWarps / kParts; w++)
+      total += reinterpret_cast<const float *>(&of[part * (kWarps / kParts) + w][lane])[which + (o & 1)];
+#pragma unroll
+    for (int i = 1; i < kParts; i <<= 1) total += __shfl_xor_sync(kAll, total, i);
+    return total;
+  }
+};
+
+// Gate, up and activation. A tile is 8 gates on top of their ups; a warp does one unit of the columns. The rows lie in shared
+// memory: registers are for many warps, each with its next codes on their way. kMany: more rows than leave the carve-out alone.
+template <class P, int kWarps, int kResident, bool kMany>
 __global__ void __launch_bounds__(kWarps * 32, kResident) packed_gate_up(P p) {
   using F = typename P::Format;
-  __shared__ float4 red[2][kWarps * 32];
+  using Sums = GateSums<kWarps>;
+  constexpr int kPitch = kWarps * 32 + 4; // chunks of 8 columns: rows lie on different banks
+  extern __shared__ uint4 packed_rows[];  // [rows][kPitch]: lane t of a span finds its eights 4 chunks apart
+  __shared__ Sums red[2];
   __shared__ GroupChoice choice;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int column = warp * kSpans * kSpan + t * kGroup, row = blockIdx.y * kRows + g;
+  const int column = warp * kUnit + t * kGroup, live = min(kRows, p.rows - static_cast<int>(blockIdx.y) * kRows);
   choice.template clear<kWarps * 32>();
   OwnPairs<kWarps * 32> own(p);
   TileWalk now(p.width / 8), ahead = now;
   __syncthreads();
   wait_for_predecessor();
   own.load(p);
-  uint4 b[kSpans * 4];
+  uint4 v[kRows];
 #pragma unroll
-  for (int i = 0; i < kSpans * 4; i++) {
-    const int at = column + i / 4 * kSpan + i % 4 * 8;
-    b[i] = row < p.rows && at < p.columns ? load_rows(p.x + static_cast<size_t>(row) * p.columns + at) : make_uint4(0, 0, 0, 0);
+  for (int r = 0; r < kRows; r++) {
+    const size_t row = static_cast<size_t>(blockIdx.y) * kRows + r;
+    v[r] = make_uint4(0, 0, 0, 0);
+    if (r < live && threadIdx.x * 8 < p.columns) v[r] = load_rows(p.x + row * p.columns + threadIdx.x * 8);
   }
-  const int count = choose_rows<kWarps * 32, false>(p, own, choice);
+#pragma unroll
+  for (int r = 0; r < kRows; r++)
+    if (r < live) packed_rows[r * kPitch + (threadIdx.x & ~15) + (threadIdx.x & 3) * 4 + (threadIdx.x >> 2 & 3)] = F::operand(v[r]);
+  const int count = choose_rows<kWarps * 32, false>(p, own, choice); // barriers for the rows too
   launch_dependents(); // the next kernel reads ids and weights before it waits: they are older than this one
-  Codes<F> top[kSpans], bottom[kSpans];
+  const uint4 *const b = packed_rows + (g < live ? g : 0) * kPitch + warp * 32 + t; // rows that do not exist: of the first
+  Codes<F> top[kUnitSpans], bottom[kUnitSpans];
   const uint32_t *codes;
   const typename F::Scale *scales;
   int gate; // where the lane's columns of its gate begin, in words of an expert
@@ -121,52 +148,46 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_gate_up(P p) {
     gate = (at.tile * 8 + g) * (F::kWoven ? 2 : 1) * words + column / 8;
   };
   auto fetch = [&](int q) {
-    const bool live = column + q * kSpan < p.columns;
-    top[q].fetch(codes, scales, gate + q * (kSpan / 8), live);
-    bottom[q].fetch(codes, scales, gate + below + q * (kSpan / 8), live);
+    const bool inside = column + q * kSpan < p.columns;
+    top[q].fetch(codes, scales, gate + q * (kSpan / 8), inside);
+    bottom[q].fetch(codes, scales, gate + below + q * (kSpan / 8), inside);
   };
   if (now.u < count) {
     aim(now);
 #pragma unroll
-    for (int q = 0; q < kSpans; q++) fetch(q);
+    for (int q = 0; q < kUnitSpans; q++) fetch(q);
   }
-#pragma unroll
-  for (int i = 0; i < kSpans * 4; i++) b[i] = F::operand(b[i]);
 #pragma unroll 1
   for (int turn = 0; now.u < count; turn++, now = ahead) {
-    const bool mine = warp == turn % kWarps; // whose turn it is to add
-    const typename F::Bias bias(p, choice.list[now.u], now.tile * 8 + g, mine);
+    const int at = static_cast<int>(threadIdx.x) - turn % (kWarps / Sums::kAdders) * Sums::kAdders * 32; // adders take turns
+    const bool adds = at >= 0 && at < Sums::kAdders * 32;
+    const int unit = now.tile * 8 + at / Sums::kParts / kRows;
+    const typename F::Bias bias(p, choice.list[now.u], unit, adds);
     float4 c = make_float4(0.f, 0.f, 0.f, 0.f), odd = c;
     ahead.next();
     const bool more = ahead.u < count;
     if (more) aim(ahead);
     auto multiply_all = [&](auto large) {
 #pragma unroll
-      for (int q = 0; q < kSpans; q++) {
-        multiply_span<F, decltype(large)::value>(c, odd, top[q], &bottom[q], b + q * 4);
+      for (int q = 0; q < kUnitSpans; q++) {
+        multiply_span<F, decltype(large)::value, 4>(c, odd, top[q], &bottom[q], b + q * 16);
         if (more) fetch(q);
       }
     };
     bool large = false;
-    if constexpr (F::kLarge)
 #pragma unroll
-      for (int q = 0; q < kSpans; q++) large |= F::large(max(top[q].stored, bottom[q].stored));
-    if (F::kLarge && __any_sync(kAll, large))
-      multiply_all(Flag<F::kLarge>());
+    for (int q = 0; q < kUnitSpans; q++) large |= F::large(top[q].stored) | F::large(bottom[q].stored);
+    if (__any_sync(kAll, large))
+      multiply_all(Flag<true>());
     else
       multiply_all(Flag<false>());
-    float4 *const sums = red[turn & 1];
-    sums[threadIdx.x] = add(c, odd);
+    Sums &sums = red[turn & 1];
+    sums.of[warp][lane] = add(c, odd);
     __syncthreads();
-    if (!mine) continue;
-    float4 v = sums[lane];
-#pragma unroll
-    for (int w = 1; w < kWarps; w++) v = add(v, sums[w * 32 + lane]);
-    const int r = 2 * t;
-    bf16 *to = p.hidden + hidden_row(p, now.u, r) + hidden_place<F>(now.tile * 8 + g);
-    const unsigned rows = choice.rows[now.u] >> r;
-    if (rows & 1) to[0] = __float2bfloat16(F::activation(v.x + bias.gate(), v.z + bias.up()));
-    if (rows & 2) to[padded_width(p)] = __float2bfloat16(F::activation(v.y + bias.gate(), v.w + bias.up()));
+    if (!adds) continue;
+    const float up = sums.sum(at, 2), value = F::activation(sums.sum(at, 0) + bias.gate(), up + bias.up());
+    const int r = at / Sums::kParts % kRows;
+    if (at % Sums::kParts == 0 && choice.rows[now.u] >> r & 1) p.hidden[hidden_row(p, now.u, r) + hidden_place<F>(unit)] = __float2bfloat16(value);
   }
 }
 
@@ -340,16 +361,15 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_down(P p) {
       for (int q = 0; q < kUnitSpans; q++) {
 #pragma unroll
         for (int h = 0; h < kHalves; h += 2)
-          multiply_span<F, decltype(large)::value>(c[h / 2], odd[h / 2], half[h][q], h + 1 < kHalves ? &half[h + 1][q] : nullptr, b + q * 4);
+          multiply_span<F, decltype(large)::value, 1>(c[h / 2], odd[h / 2], half[h][q], h + 1 < kHalves ? &half[h + 1][q] : nullptr, b + q * 4);
         if (more) fetch(ahead, q), rows(ahead, q);
       }
     };
     bool large = false;
-    if constexpr (F::kLarge)
 #pragma unroll
-      for (int i = 0; i < kHalves * kUnitSpans; i++) large |= F::large(half[i / kUnitSpans][i % kUnitSpans].stored);
-    if (F::kLarge && __any_sync(kAll, large))
-      multiply_all(Flag<F::kLarge>());
+    for (int i = 0; i < kHalves * kUnitSpans; i++) large |= F::large(half[i / kUnitSpans][i % kUnitSpans].stored);
+    if (__any_sync(kAll, large))
+      multiply_all(Flag<true>());
     else
       multiply_all(Flag<false>());
     if (ahead.job == now.job) continue;
@@ -381,10 +401,16 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_down(P p) {
   p.y[to] = __float2bfloat16(total + beside.sum(o, r) + carried);
 }
 
-template <int kWarps, int kSpans, int kResident, class P>
+template <int kWarps, int kResident, class P>
 inline cudaError_t launch_packed_gate_up(const P &p, int multiprocessors, cudaStream_t stream) {
+  constexpr int kFew = 4, kMemory = 228; // rows of a kernel that keeps to the carve-out; KB of a multiprocessor's memory
   const dim3 grid(multiprocessors * kResident, (p.rows + kRows - 1) / kRows);
-  return launch(packed_gate_up<P, kWarps, kSpans, kResident>, grid, kWarps * 32, 0, stream, 1, p);
+  const size_t row = (kWarps * 32 + 4) * sizeof(uint4);
+  if (p.rows <= kFew) return launch(packed_gate_up<P, kWarps, kResident, false>, grid, kWarps * 32, p.rows * row, stream, 1, p);
+  const size_t most = kRows * row + 2 * sizeof(GateSums<kWarps>) + sizeof(GroupChoice) + 1024; // of a block
+  const int carveout = static_cast<int>(kResident * most * 100 / (kMemory * 1024)) + 1;
+  return launch_carved(carveout > kCarveout ? carveout : kCarveout, packed_gate_up<P, kWarps, kResident, true>, grid, kWarps * 32, kRows * row,
+                       stream, 1, p);
 }
 
 template <int kWarps, int kHalves, int kResident, class P>
