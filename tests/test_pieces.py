@@ -92,13 +92,9 @@ def test_captured_passes_change_no_bit():
     """On a GPU: prompts of every width, begun and whole, in pieces, and to the end of the context, with captures and
     without; replayed over the rows that another prompt has left. Kills: captures over tensors of an earlier prompt, a
     width that is captured anew for each prompt."""
-    sizes = dict(layers=2, max_context=4170, max_batch=1, page_size=16, reserve=16, prefill_chunk=4096)
-    made = {
-        graphs: Engine.load(
-            random="qwen3-30b-a3b", draft="random:qwen3-30b-a3b-eagle3", graphs=graphs, prefix_cache=False, **sizes
-        )
-        for graphs in ("off", "required")
-    }
+    sizes = dict(layers=3, max_context=4170, max_batch=1, page_size=16, reserve=16, prefill_chunk=4096)
+    sizes |= dict(capture_layers="boundary:0,1,2", prefix_cache=False, random="qwen3-30b-a3b")
+    made = {how: Engine.load(draft="random:qwen3-30b-a3b-eagle3", graphs=how, **sizes) for how in ("off", "required")}
     draw, seen = torch.Generator().manual_seed(5), {}
     for length in (1, 33, 64, 65, 129, 300, 512, 513, 1000, 1500, 2048, 2049, 4000, 4096, 4097, 4164, 512, 33):
         prompt = torch.randint(0, 100_000, (length,), generator=draw).tolist()
