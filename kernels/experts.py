@@ -166,8 +166,7 @@ def _combine(part_ptr, weights_ptr, residual_ptr, y_ptr, choices, columns, RESID
     total = tl.zeros([BC], tl.float32)
     for j in range(choices):
         pair = row * choices + j
-        part = tl.load(part_ptr + pair * columns + at, mask=inside, other=0.0)
-        total += tl.load(weights_ptr + pair) * part.to(tl.float32)
+        total += tl.load(weights_ptr + pair) * tl.load(part_ptr + pair * columns + at, mask=inside, other=0.0)
     if RESIDUAL:
         total += tl.load(residual_ptr + row * columns + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * columns + at, total.to(y_ptr.dtype.element_ty), mask=inside)
@@ -200,7 +199,7 @@ def group(ids, experts, rows=ROWS):
 
 
 def combine(parts, weights, residual, like):
-    """parts [N*k, D] fp32 (or bf16), weights [N, k] -> [N, D] in the dtype of `like`, residual added last."""
+    """parts [N*k, D] fp32, weights [N, k] -> [N, D] in the dtype of `like`, residual added last."""
     (rows, choices), columns = weights.shape, parts.shape[1]
     y, block = torch.empty_like(like), 256
     _combine[(rows, triton.cdiv(columns, block))](
@@ -245,8 +244,7 @@ def specimens():
             types = tables | dict.fromkeys(("h_ptr", "w_ptr", "bias_ptr"), name)
             types |= {"y_ptr": "*fp32", "outputs": "i32", "width": "i32"}
             cases.append((_down, types, tile.constants | bias, tile.options))
-        for part in {"*fp32", "*bf16" if dtype == torch.bfloat16 else "*fp32"}:
-            types = {"part_ptr": part, "weights_ptr": "*fp32", "residual_ptr": name, "y_ptr": name}
-            types |= {"choices": "i32", "columns": "i32"}
-            cases.append((_combine, types, {"RESIDUAL": True, "BC": 256}, {"num_warps": 2}))
+        types = {"part_ptr": "*fp32", "weights_ptr": "*fp32", "residual_ptr": name, "y_ptr": name}
+        types |= {"choices": "i32", "columns": "i32"}
+        cases.append((_combine, types, {"RESIDUAL": True, "BC": 256}, {"num_warps": 2}))
     return cases
