@@ -223,6 +223,8 @@ struct SharedDown {
   const int pieces; // of a warp
   float4 *const red; // [warps][tiles][32]
   uint4 *const slots;
+  static constexpr int kPieces = 2; // at most
+  uint4 x[kPieces];
   template <class P>
   __device__ __forceinline__ SharedDown(const P &p, float *memory)
       : pieces(p.shared_width / (kWarps * kPiece)), red(reinterpret_cast<float4 *>(memory)),
@@ -231,6 +233,7 @@ struct SharedDown {
   static size_t bytes(const P &p) {
     return p.shared_width ? static_cast<size_t>(kWarps) * 32 * kTiles * (sizeof(float4) + p.shared_width / (kWarps * kPiece) * 2 * sizeof(uint4)) : 0;
   }
+  // What a router made is older than the kernel before this one: all may be asked for before the wait.
   template <class P>
   __device__ __forceinline__ void fetch(const P &p, int first, int last) {
     if (!pieces) return;
@@ -241,24 +244,27 @@ struct SharedDown {
       copy_async(slots + i * kWarps * 32, p.shared_down + static_cast<size_t>(out) * p.shared_width + slice + i / 2 % pieces * kPiece, true);
     }
     commit_copies();
+    const int row = blockIdx.y * kRows + (lane >> 2);
+#pragma unroll
+    for (int i = 0; i < kPieces; i++) {
+      x[i] = make_uint4(0, 0, 0, 0);
+      if (i < pieces && row < p.rows) x[i] = load_rows(p.shared + static_cast<size_t>(row) * p.shared_width + slice + i * kPiece);
+    }
   }
   // This warp's slice, into shared memory.
-  template <class P>
-  __device__ __forceinline__ void multiply(const P &p) const {
+  __device__ __forceinline__ void multiply() const {
     if (!pieces) return;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row = blockIdx.y * kRows + (lane >> 2);
-    const bf16 *from = p.shared + static_cast<size_t>(row < p.rows ? row : 0) * p.shared_width + warp * pieces * kPiece + (lane & 3) * 8;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     float4 sums[kTiles] = {};
     wait_copies<0>();
-#pragma unroll 1
-    for (int i = 0; i < pieces; i++) {
-      const uint4 x = row < p.rows ? load_rows(from + i * kPiece) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int i = 0; i < kPieces; i++)
 #pragma unroll
       for (int j = 0; j < kTiles; j++) {
+        if (i >= pieces) continue;
         const uint4 *w = slots + 2 * (j * pieces + i) * kWarps * 32;
-        mma_piece(sums[j], w[0], w[kWarps * 32], x);
+        mma_piece(sums[j], w[0], w[kWarps * 32], x[i]);
       }
-    }
 #pragma unroll
     for (int j = 0; j < kTiles; j++) red[(warp * kTiles + j) * 32 + lane] = sums[j];
   }
@@ -266,8 +272,9 @@ struct SharedDown {
   __device__ __forceinline__ float sum(int o, int r) const {
     const int which = (o >> 3 & 1) * 2 + (r & 1), lane = (o & 7) * 4 + r / 2;
     float total = 0.f;
-#pragma unroll 1
-    for (int w = 0; pieces && w < kWarps; w++) total += reinterpret_cast<const float *>(red + (w * kTiles + o / kOutputs) * 32 + lane)[which];
+    if (!pieces) return total;
+#pragma unroll
+    for (int w = 0; w < kWarps; w++) total += reinterpret_cast<const float *>(red + (w * kTiles + o / kOutputs) * 32 + lane)[which];
     return total;
   }
 };
@@ -280,8 +287,7 @@ struct NothingBeside {
   static size_t bytes(const P &) { return 0; }
   template <class P>
   __device__ __forceinline__ void fetch(const P &, int, int) const {}
-  template <class P>
-  __device__ __forceinline__ void multiply(const P &) const {}
+  __device__ __forceinline__ void multiply() const {}
   __device__ __forceinline__ float sum(int, int) const { return 0.f; }
 };
 
@@ -333,12 +339,14 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_down(P p) {
 #pragma unroll 1
     for (int i = threadIdx.x; p.down_bias && i < count * kOwn; i += kWarps * 32)
       biases[i / kOwn][i % kOwn] = p.down_bias[static_cast<size_t>(choice.list[i / kOwn]) * p.columns + min(first + i % kOwn, last - 1)];
+  const int padded = padded_width(p);
+  const bf16 *const hidden = p.hidden + hidden_row(p, 0, g) + t * 8;
   wait_for_predecessor();
   launch_dependents();
   uint4 b[kUnitSpans * 4] = {};
   auto rows = [&](const DownWalk<kWarps> &at, int q) { // where nothing is read, what was there meets zeros or is left out
-    if (!(choice.rows[at.u] >> g & 1) || ((at.span + q) * 4 + t) * kGroup >= p.width) return;
-    const bf16 *from = p.hidden + hidden_row(p, at.u, g) + (at.span + q) * kSpan + t * 8;
+    if (!(choice.rows[at.u] >> g & 1) || ((at.span + q) * 4 + t) * 4 >= words) return;
+    const bf16 *from = hidden + at.u * (kRows * padded) + (at.span + q) * kSpan;
 #pragma unroll
     for (int i = 0; i < 4; i++) b[q * 4 + i] = load_rows(from + i * kPiece);
   };
@@ -349,7 +357,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_down(P p) {
   const bool owner = o < kOwn && first + o < last && row < p.rows;
   const int to = row * p.columns + first + o;
   const float carried = owner && p.residual ? load_bf16(p.residual + to) : 0.f;
-  beside.multiply(p);
+  beside.multiply();
   float4 c[kTiles] = {}, odd[kTiles] = {};
 #pragma unroll 1
   for (; now.job < jobs; now = ahead) {
@@ -389,8 +397,9 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_down(P p) {
   __syncthreads();
   if (!owner) return;
   float total = 0.f;
-#pragma unroll 1
-  for (int k = 0; k < choice.owns[r]; k++) {
+#pragma unroll
+  for (int k = 0; k < kGroupChoices; k++) {
+    if (k >= choice.owns[r]) break;
     float sum = 0.f;
 #pragma unroll 4
     for (int part = 0; part < parts.parts; part++) sum += sums[((part * p.choices + k) * kOwn + o) * kRows + r];
