@@ -75,8 +75,15 @@ struct Fp4Experts {
   int rows, columns, width, experts, choices;
 };
 
+// Down by the width alone: gpt-oss whole and halved have a span for every warp.
+template <int kHalves>
+inline cudaError_t fp4_down(const Fp4Experts &p, int spans, int grid, cudaStream_t stream) {
+  if (spans > 12 && spans <= 24) return launch_packed_down_spread<24, kHalves, 1>(p, grid, stream);
+  if (spans > 8 && spans <= 12) return launch_packed_down_spread<12, kHalves, 1>(p, grid, stream);
+  return launch_packed_down<16, kHalves, 1>(p, grid, stream);
+}
+
 inline cudaError_t fp4_experts(const Fp4Experts &p, int blocks, cudaStream_t stream) {
-  constexpr int kWarps = 16;
   if (!packed_serves(p)) return cudaErrorInvalidValue;
   cudaError_t e = cudaErrorInvalidValue;
   switch (p.columns) {
@@ -88,11 +95,12 @@ inline cudaError_t fp4_experts(const Fp4Experts &p, int blocks, cudaStream_t str
   if (e != cudaSuccess) return e;
   // one block a multiprocessor where 32 outputs each are enough
   const int least = (p.columns + 31) / 32, share = blocks < p.columns ? blocks : p.columns, grid = share > least ? share : least;
+  const int spans = (p.width + kSpan - 1) / kSpan;
   switch ((p.columns + grid - 1) / grid + 7 >> 3) {
-  case 1: return launch_packed_down<kWarps, 1, 1>(p, grid, stream);
-  case 2: return launch_packed_down<kWarps, 2, 1>(p, grid, stream);
-  case 3: return launch_packed_down<kWarps, 3, 1>(p, grid, stream);
-  default: return launch_packed_down<kWarps, 4, 1>(p, grid, stream);
+  case 1: return fp4_down<1>(p, spans, grid, stream);
+  case 2: return fp4_down<2>(p, spans, grid, stream);
+  case 3: return fp4_down<3>(p, spans, grid, stream);
+  default: return fp4_down<4>(p, spans, grid, stream);
   }
 }
 

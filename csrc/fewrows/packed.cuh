@@ -410,6 +410,111 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_down(P p) {
   p.y[to] = __float2bfloat16(total + beside.sum(o, r) + carried);
 }
 
+// The same where every warp has a span of the width of its own: it passes all experts in ascending order, its weighted sums stay
+// in registers, and the warps' totals are added in the end. Less is held for each warp, so there are more of them.
+template <class P, int kWarps, int kHalves, int kResident>
+__global__ void __launch_bounds__(kWarps * 32, kResident) packed_down_spread(P p) {
+  using F = typename P::Format;
+  constexpr int kTiles = (kHalves + 1) / 2, kOwn = kHalves * 8; // outputs of the block
+  static_assert(kOwn * kRows <= kWarps * 32, "a thread for each output and row");
+  __shared__ float4 red[kWarps][kTiles][32];
+  __shared__ GroupChoice choice;
+  __shared__ bf16 biases[F::kBias ? kGroupChosen : 1][F::kBias ? kOwn : 1];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int first = share_begin(p.columns, blockIdx.x), last = share_begin(p.columns, blockIdx.x + 1);
+  choice.template clear<kWarps * 32>();
+  OwnPairs<kWarps * 32> own(p);
+  own.load(p); // older than the kernel before this one
+  __syncthreads();
+  const int count = choose_rows<kWarps * 32, true>(p, own, choice);
+  const int words = p.width / 8, group = warp * 4 + t, padded = padded_width(p);
+  const bool inside = group * 4 < words;
+  int at[kHalves]; // where the lane's codes lie, in words of an expert; past the block's last output its last one's again
+#pragma unroll
+  for (int h = 0; h < kHalves; h++) at[h] = min(first + h * 8 + g, last - 1) * words + group * 4;
+  Codes<F> half[kHalves];
+  const uint32_t *codes;
+  const typename F::Scale *scales;
+  auto aim = [&](int u) {
+    const size_t before = static_cast<size_t>(choice.list[u]) * static_cast<unsigned>(p.columns * words);
+    codes = p.down + before, scales = p.down_scale + before / 4;
+  };
+  if (count) {
+    aim(0);
+#pragma unroll
+    for (int h = 0; h < kHalves; h++) half[h].fetch(codes, scales, at[h], inside);
+  }
+  if constexpr (F::kBias)
+#pragma unroll 1
+    for (int i = threadIdx.x; p.down_bias && i < count * kOwn; i += kWarps * 32)
+      biases[i / kOwn][i % kOwn] = p.down_bias[static_cast<size_t>(choice.list[i / kOwn]) * p.columns + min(first + i % kOwn, last - 1)];
+  const bf16 *const hidden = p.hidden + hidden_row(p, 0, g) + warp * kSpan + t * 8;
+  wait_for_predecessor();
+  launch_dependents();
+  uint4 b[4] = {};
+  auto rows = [&](int u) { // where nothing is read, what was there meets zeros or is left out
+    if (!inside || !(choice.rows[u] >> g & 1)) return;
+#pragma unroll
+    for (int i = 0; i < 4; i++) b[i] = load_rows(hidden + u * (kRows * padded) + i * kPiece);
+  };
+  if (count) rows(0);
+  const int o = threadIdx.x / kRows, r = threadIdx.x % kRows, row = blockIdx.y * kRows + r; // what this thread adds in the end
+  const bool owner = o < kOwn && first + o < last && row < p.rows;
+  const int to = row * p.columns + first + o;
+  const float carried = owner && p.residual ? load_bf16(p.residual + to) : 0.f;
+  float4 total[kTiles] = {};
+#pragma unroll 1
+  for (int u = 0; u < count; u++) {
+    const bool more = u + 1 < count;
+    if (more) aim(u + 1);
+    float4 c[kTiles] = {}, odd[kTiles] = {};
+    auto multiply_all = [&](auto large) {
+#pragma unroll
+      for (int h = 0; h < kHalves; h += 2) {
+        multiply_span<F, decltype(large)::value, 1>(c[h / 2], odd[h / 2], half[h], h + 1 < kHalves ? &half[h + 1] : nullptr, b);
+#pragma unroll
+        for (int i = h; i < h + 2 && i < kHalves; i++)
+          if (more) half[i].fetch(codes, scales, at[i], inside);
+      }
+    };
+    bool large = false;
+#pragma unroll
+    for (int h = 0; h < kHalves; h++) large |= F::large(half[h].stored);
+    if (__any_sync(kAll, large))
+      multiply_all(Flag<true>());
+    else
+      multiply_all(Flag<false>());
+    if (more) rows(u + 1);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int r = 2 * t + i;
+      if (!(choice.rows[u] >> r & 1)) continue;
+      const float w = choice.weight[r][choice.rank[u][r]];
+#pragma unroll
+      for (int j = 0; j < kTiles; j++) {
+        const float4 v = add(c[j], odd[j]);
+        float *const sum = &total[j].x;
+        sum[i] = fmaf(w, (&v.x)[i], sum[i]), sum[i + 2] = fmaf(w, (&v.x)[i + 2], sum[i + 2]);
+      }
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kTiles; j++) red[warp][j][lane] = total[j];
+  __syncthreads();
+  if (!owner) return;
+  const int which = (o >> 3 & 1) * 2 + (r & 1), of = (o & 7) * 4 + r / 2;
+  float sum = 0.f;
+#pragma unroll
+  for (int w = 0; w < kWarps; w++) sum += reinterpret_cast<const float *>(&red[w][o / kOutputs][of])[which];
+  if constexpr (F::kBias)
+#pragma unroll
+    for (int k = 0; k < kGroupChoices; k++) {
+      if (k >= choice.owns[r] || !p.down_bias) break;
+      sum = fmaf(choice.weight[r][k], __bfloat162float(biases[choice.place[r][k]][o]), sum);
+    }
+  p.y[to] = __float2bfloat16(sum + carried);
+}
+
 template <int kWarps, int kResident, class P>
 inline cudaError_t launch_packed_gate_up(const P &p, int multiprocessors, cudaStream_t stream) {
   constexpr int kFew = 4, kMemory = 228; // rows of a kernel that keeps to the carve-out; KB of a multiprocessor's memory
@@ -428,6 +533,12 @@ inline cudaError_t launch_packed_down(const P &p, int blocks, cudaStream_t strea
   size_t shared = static_cast<size_t>(DownParts(p.width, p.choices, kWarps).parts) * p.choices * kHalves * 8 * kRows * sizeof(float);
   shared += P::Format::template Beside<kWarps, kHalves>::bytes(p);
   return launch(packed_down<P, kWarps, kHalves, kResident>, grid, kWarps * 32, shared, stream, 1, p);
+}
+
+template <int kWarps, int kHalves, int kResident, class P>
+inline cudaError_t launch_packed_down_spread(const P &p, int blocks, cudaStream_t stream) {
+  const dim3 grid(blocks, (p.rows + kRows - 1) / kRows);
+  return launch(packed_down_spread<P, kWarps, kHalves, kResident>, grid, kWarps * 32, 0, stream, 1, p);
 }
 
 template <class P>
