@@ -34,7 +34,7 @@ HEADS = (256, 512, 1024, 2048, 2880, 4096, 7168)  # columns of an output head (h
 MOST_EXPERTS, MOST_CHOICES = 512, 8
 SHARES = (1, 2, 4, 8)  # query heads a key head serves (attention.cuh)
 TILE, REACH = 64, 1024  # positions of a tile, and of the tiles that one cluster of blocks is enough for
-VECTORS, CLUSTERS, MOST_VECTORS = 16, 4, 1 << 18  # rows times heads of a part; clusters that merge; vectors of a pass
+VECTORS, CLUSTERS, MOST_VECTORS = 16, 3, 1 << 18  # rows times heads of a part; clusters that merge; vectors of a pass
 
 
 class Unavailable(Exception):

@@ -1,7 +1,7 @@
 // A GQA layer's attention over few rows, after the projection: head norms, RoPE, cache write, attention under the one law
 // (kernels/attention.py), merge.
 //
-// Positions come in tiles of 64, counted from 0. Runs of 16 tiles are dealt to 4 clusters in turn, the tiles of a run to the 8
+// Positions come in tiles of 64, counted from 0. Runs of 16 tiles are dealt to 3 clusters in turn, the tiles of a run to the 8
 // ranks of its cluster, the 16 positions from 16 w of a tile to warp w. A warp folds its positions in ascending order; the
 // partials of warps, then of ranks, then of clusters are merged in ascending order. All of that follows from a query's own
 // position, so neither the rows beside it nor the shape of its tree nor the size of the launch change a bit: whoever has no
@@ -18,7 +18,8 @@
 namespace eagle3 {
 
 constexpr int kRanks = 8; // of a cluster
-constexpr int kRun = 2 * kRanks, kClusters = 4; // tiles of a run: 1,024 positions need one cluster
+constexpr int kRun = 2 * kRanks, kClusters = 3; // tiles of a run: 1,024 positions need one cluster
+// three clusters of 4 groups of heads fit at once, a block a multiprocessor; of 16, an H200 takes 15
 constexpr int kParts = 2; // groups of kVectors that a block of a long context may hold: its keys serve them all
 
 // Whether tables of that many positions are one cluster's: of their tiles and of one that unwritten rows may reach.
@@ -50,8 +51,8 @@ template <int kWidth>
 __device__ __forceinline__ void merge_clusters(const Attention &p, const Columns<kWidth> &y, float top, float norm, unsigned clusters, int own,
                                        const QueryVector &v) {
   using Sum = Columns<kWidth>;
-  const int lane = threadIdx.x & 31, column = lane * (kWidth / 32), c = lane % kClusters, head = v.group * (p.heads / p.groups) + v.head;
-  const bool several = clusters != 1u << own, has = clusters >> c & 1;
+  const int lane = threadIdx.x & 31, column = lane * (kWidth / 32), c = lane % 4, head = v.group * (p.heads / p.groups) + v.head;
+  const bool several = clusters != 1u << own, has = clusters >> c & 1; // kClusters is at most 4
   const size_t unit = (static_cast<size_t>(v.b) * gridDim.y + blockIdx.y) * p.groups + v.group, first = unit * kClusters * v.held + v.at;
   const float sink = p.sinks ? __bfloat162float(p.sinks[head]) * 1.4426950408889634f : -INFINITY;
   if (several) {
@@ -71,7 +72,7 @@ __device__ __forceinline__ void merge_clusters(const Attention &p, const Columns
     if (has) top = load_float(from), norm = load_float(from + 1);
   }
   if (!has) top = -INFINITY, norm = 0.f;
-  const Sum all = merge_partials<kWidth, kClusters>(top, norm, clusters, sink, [&](int c) {
+  const Sum all = merge_partials<kWidth, 4>(top, norm, clusters, sink, [&](int c) {
     return several ? Sum::read(p.sums + (first + static_cast<size_t>(c) * v.held) * kWidth + column) : y;
   });
   bf16 *const to = p.y + ((static_cast<int64_t>(v.b) * p.t + v.row) * p.heads + head) * kWidth + column;
@@ -119,20 +120,35 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
   const int start = first_tile(own, rank, oldest), border = prefix / kTile; // the tile that the prefix ends in, and the first node's
   auto mine = [&](int s) { return s / kRun % kClusters == own && s % kRanks == rank; };
   const int tail = border + !mine(border); // the only one of this rank that nodes may be in, if it is this rank's
-  auto slot_of = [&](int s, int r) { // of row r of a tile: below 2^31, as no GPU's memory holds more
-    const unsigned row = s * kTile + r, page = row / static_cast<unsigned>(p.page);
-    return static_cast<int>(row) < prefix ? pages[page] * p.page + static_cast<int>(row - page * p.page) : -1;
+  // of row r of a tile: its page and its place there, or -1; slots are below 2^31, as no GPU's memory holds more
+  auto look = [&](int s, int r, int &page, int &rest) {
+    const unsigned row = s * kTile + r, column = row / static_cast<unsigned>(p.page);
+    const bool inside = static_cast<int>(row) < prefix;
+    rest = inside ? static_cast<int>(row - column * p.page) : -1;
+    page = inside ? pages[column] : 0;
   };
-  auto copy = [&](int row, int slot, int c) { // of keys into row `row` of the memory, of values a tile further
-    const size_t from = (static_cast<size_t>(slot) * p.groups + group) * kWidth + c;
-    copy_async(memory + key_at<kWidth>(row, c), p.keys + from, true);
-    copy_async(memory + value_at<kWidth>(row + kTile, c), p.values + from, true);
+  // a thread copies its 16 bytes of every `step` rows (a multiple of 8: their places differ by rows alone)
+  const int copied = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks * 8, step = threads / kChunks;
+  const char *own_keys = reinterpret_cast<const char *>(p.keys + group * kWidth + chunk);
+  const char *own_values = reinterpret_cast<const char *>(p.values + group * kWidth + chunk);
+  int key_to = key_at<kWidth>(copied, chunk), value_to = value_at<kWidth>(copied + kTile, chunk);
+  uint32_t pitch = p.groups * kWidth * sizeof(bf16);
+  asm volatile("" : "+l"(own_keys), "+l"(own_values), "+r"(key_to), "+r"(value_to), "+r"(pitch)); // or each copy computes them anew
+  auto copy = [&](int row, int slot) { // row: of keys, so many past this thread's first; of values a tile further
+    const uint64_t from = static_cast<uint64_t>(static_cast<uint32_t>(slot)) * pitch;
+    copy_async(memory + key_to + row * kWidth, own_keys + from, true);
+    copy_async(memory + value_to + row * kWidth, own_values + from, true);
   };
   auto fetch = [&](const int *from, int place) {
-#pragma unroll 2
-    for (int i = threadIdx.x; i < kTile * kChunks; i += threads) {
-      const int r = i / kChunks, slot = from[r];
-      if (slot >= 0) copy(place * 2 * kTile + r, slot, i % kChunks * 8);
+    constexpr int kBatch = kMost > 1 && kWidth == 64 ? 2 : 4; // which divides the rows of a thread
+#pragma unroll 1
+    for (int first = 0; first < kTile; first += kBatch * step) {
+      int slot[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; i++) slot[i] = from[copied + first + i * step];
+#pragma unroll
+      for (int i = 0; i < kBatch; i++)
+        if (slot[i] >= 0) copy(place * 2 * kTile + first + i * step, slot[i]);
     }
     commit_copies();
   };
@@ -141,7 +157,9 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
   for (int i = threadIdx.x; i < kStages * kTile; i += threads) {
     int s = start;
     for (int n = i / kTile; n; n--) s = next_tile(s);
-    slots[i] = slot_of(s, i % kTile);
+    int page, rest;
+    look(s, i % kTile, page, rest);
+    slots[i] = page * p.page + rest;
   }
   nodes.read(p, line0, first_row, rows, prefix, pages);
   // the nodes lie behind the prefix's rows in the stage of that tile, if it is one of the first and they fit, or in the last stage
@@ -168,9 +186,11 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
   const unsigned long long earlier = own_nodes ? nodes.wanted & ~nodes.present : 0;
   if (earlier) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < kTile * kChunks; i += threads) {
-      const int node = i / kChunks;
-      if (earlier >> node & 1ull && nodes.slot_of[node] >= 0) copy(node0 + node, nodes.slot_of[node], i % kChunks * 8);
+    for (int i = threadIdx.x; i < kTile * kChunks; i += threads) { // seldom: a step of a draft
+      const int node = i / kChunks, slot = nodes.slot_of[node];
+      if (!(earlier >> node & 1ull) || slot < 0) continue;
+      copy_async(memory + key_at<kWidth>(node0 + node, chunk), own_keys + static_cast<uint64_t>(slot) * pitch, true);
+      copy_async(memory + value_at<kWidth>(node0 + kTile + node, chunk), own_values + static_cast<uint64_t>(slot) * pitch, true);
     }
     commit_copies();
   }
@@ -193,7 +213,8 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
 #pragma unroll
   for (int i = 0; i < kMany; i++) // ones where there are none
     gain[i] = p.q_gain ? load_weights(p.q_gain + i * 32 + (lane & 3) * 8) : make_uint4(0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u);
-  int slot = threadIdx.x < kTile ? slot_of(ahead, threadIdx.x) : -1; // of a row of the tile ahead
+  int page = 0, rest = -1; // of a row of the tile ahead
+  if (threadIdx.x < kTile) look(ahead, threadIdx.x, page, rest);
   wait_for_predecessor();
   launch_dependents();
 #pragma unroll
@@ -224,7 +245,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
       else
         wait_copies<kStages - 2>();
       __syncthreads();
-      if (threadIdx.x < kTile) slots[threadIdx.x] = slot;
+      if (threadIdx.x < kTile) slots[threadIdx.x] = page * p.page + rest;
       const int first = s * kTile + slice * kSlice, row0 = place * 2 * kTile + slice * kSlice;
       const bool gathered = first + kSlice > prefix; // then each row by itself: paths differ
       const int row_begin = part * kBlock, row_end = gathered ? min(rows, row_begin + kBlock) : row_begin + (row_begin < rows);
@@ -240,6 +261,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
         fold.slice(memory, row_at, [&](int i) { return row_at(i) + kTile; }, first, after, sees, p.scale);
         bool lost = false; // a query that sees a broken node is lost, and only such a query
         if (gathered)
+#pragma unroll 1
           for (int d = lane; d <= last - prefix; d += 32) lost |= nodes.broken[path[d]] != 0;
         if (__any_sync(kAll, lost)) {
 #pragma unroll
@@ -250,7 +272,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
       __syncthreads();
       fetch(slots, place);
       ahead = next_tile(ahead);
-      if (threadIdx.x < kTile) slot = slot_of(ahead, threadIdx.x); // in time for the next tile's end
+      if (threadIdx.x < kTile) look(ahead, threadIdx.x, page, rest); // there by the next tile's end
       place = place + 1 == held ? 0 : place + 1;
     }
     wait_copies<0>();

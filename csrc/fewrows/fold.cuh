@@ -24,6 +24,13 @@ __device__ __forceinline__ int sum_at(int v, int c) {
   return v * kWidth + (c ^ (v & 7) * 8);
 }
 
+// 2^x; 0 where that is below 2^-126.
+__device__ __forceinline__ float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Norm and RoPE of one head vector in registers: a lane holds columns j * 32 + lane, of which the first 2 * kHalf * 32 turn.
 template <int kWidth, int kHalf>
 __device__ __forceinline__ void turn(float (&v)[kWidth / 32], const float (&gain)[kWidth / 32], bool normed,
@@ -111,15 +118,29 @@ struct Fold {
   __device__ __forceinline__ void slice(const bf16 *memory, Key key, Value value, int first, const int (&after)[2], const int (&upto)[2],
                                         float scale) {
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    float4 s[2];
+    float4 s[2], even[2] = {}, odd[2] = {};
     float most[2] = {-INFINITY, -INFINITY};
+    uint4 k[2][kWidth / 32];
+    uint32_t r[kWidth / 16][4]; // values are on their way while scores are made
 #pragma unroll
     for (int n = 0; n < 2; n++) {
-      const int k = key_at<kWidth>(key(n * 8 + g), t * 8);
-      s[n] = make_float4(0.f, 0.f, 0.f, 0.f);
+      const int from = key_at<kWidth>(key(n * 8 + g), t * 8);
 #pragma unroll
-      for (int i = 0; i < kWidth / 32; i++)
-        mma_piece(s[n], q[0][i], q[1][i], *reinterpret_cast<const uint4 *>(memory + (k ^ i * 32)));
+      for (int i = 0; i < kWidth / 32; i++) k[n][i] = *reinterpret_cast<const uint4 *>(memory + (from ^ i * 32));
+    }
+    const int v = value_at<kWidth>(value((lane >> 3 & 1) * 8 + (lane & 7)), (lane >> 4) * 8);
+#pragma unroll
+    for (int i = 0; i < kWidth / 16; i++) load_transposed(r[i], memory + (v ^ i * 16));
+#pragma unroll
+    for (int i = 0; i < kWidth / 32; i++) // four chains: one alone would wait for itself
+#pragma unroll
+      for (int n = 0; n < 2; n++) {
+        mma(even[n], q[0][i].x, q[1][i].x, q[0][i].y, q[1][i].y, k[n][i].x, k[n][i].y);
+        mma(odd[n], q[0][i].z, q[1][i].z, q[0][i].w, q[1][i].w, k[n][i].z, k[n][i].w);
+      }
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      s[n] = add(even[n], odd[n]);
       const int at = first + n * 8 + 2 * t;
       s[n].x = at > after[0] && at <= upto[0] ? s[n].x * scale : -INFINITY;
       s[n].y = at + 1 > after[0] && at + 1 <= upto[0] ? s[n].y * scale : -INFINITY;
@@ -135,14 +156,14 @@ struct Fold {
       most[h] = fmaxf(most[h], __shfl_xor_sync(kAll, most[h], 2));
       const float now = fmaxf(top[h], most[h]);
       base[h] = now == -INFINITY ? 0.f : now;
-      keep[h] = exp2f(top[h] - base[h]);
+      keep[h] = power_of_two(top[h] - base[h]);
       top[h] = now;
     }
     uint32_t weight[2][2];
 #pragma unroll
     for (int n = 0; n < 2; n++) {
-      const float a = exp2f(s[n].x - base[0]), b = exp2f(s[n].y - base[0]);
-      const float c = exp2f(s[n].z - base[1]), d = exp2f(s[n].w - base[1]);
+      const float a = power_of_two(s[n].x - base[0]), b = power_of_two(s[n].y - base[0]);
+      const float c = power_of_two(s[n].z - base[1]), d = power_of_two(s[n].w - base[1]);
       sum[0] += a + b;
       sum[1] += c + d;
       weight[n][0] = pack(a, b);
@@ -154,17 +175,11 @@ struct Fold {
       sum[h] += __shfl_xor_sync(kAll, sum[h], 2);
       norm[h] = fmaf(norm[h], keep[h], sum[h]);
     }
-    const int v = value_at<kWidth>(value((lane >> 3 & 1) * 8 + (lane & 7)), (lane >> 4) * 8);
 #pragma unroll
-    for (int i = 0; i < kWidth / 16; i++) {
-      uint32_t r[4];
-      load_transposed(r, memory + (v ^ i * 16));
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        float4 &o = out[2 * i + j];
-        o.x *= keep[0], o.y *= keep[0], o.z *= keep[1], o.w *= keep[1];
-        mma(o, weight[0][0], weight[0][1], weight[1][0], weight[1][1], r[2 * j], r[2 * j + 1]);
-      }
+    for (int i = 0; i < kWidth / 8; i++) {
+      float4 &o = out[i];
+      o.x *= keep[0], o.y *= keep[0], o.z *= keep[1], o.w *= keep[1];
+      mma(o, weight[0][0], weight[0][1], weight[1][0], weight[1][1], r[i / 2][i % 2 * 2], r[i / 2][i % 2 * 2 + 1]);
     }
   }
 
@@ -205,12 +220,12 @@ __device__ __forceinline__ Columns<kWidth> merge_partials(float &top, float &nor
   float most = fmaxf(top, sink);
 #pragma unroll
   for (int o = kCount / 2; o; o >>= 1) most = fmaxf(most, __shfl_xor_sync(kAll, most, o));
-  const float base = most == -INFINITY ? 0.f : most, share = exp2f(top - base);
+  const float base = most == -INFINITY ? 0.f : most, share = power_of_two(top - base);
   Columns<kWidth> part[kCount], y = {};
 #pragma unroll
   for (int c = 0; c < kCount; c++)
     if (live >> c & 1) part[c] = of(c);
-  float sum = exp2f(sink - base);
+  float sum = power_of_two(sink - base);
 #pragma unroll
   for (int c = 0; c < kCount; c++)
     if (live >> c & 1) {
