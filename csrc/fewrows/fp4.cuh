@@ -75,11 +75,11 @@ struct Fp4Experts {
   int rows, columns, width, experts, choices;
 };
 
-// Down by the width alone: gpt-oss whole and halved have a span for every warp.
+// Down by the width alone: gpt-oss whole and halved have spans for every warp.
 template <int kHalves>
 inline cudaError_t fp4_down(const Fp4Experts &p, int spans, int grid, cudaStream_t stream) {
-  if (spans > 12 && spans <= 24) return launch_packed_down_spread<24, kHalves, 1>(p, grid, stream);
-  if (spans > 8 && spans <= 12) return launch_packed_down_spread<12, kHalves, 1>(p, grid, stream);
+  if (spans > 12 && spans <= 24) return launch_packed_down_spread<12, 2, 2, kHalves>(p, grid, stream);
+  if (spans > 8 && spans <= 12) return launch_packed_down_spread<12, 1, 2, kHalves>(p, grid, stream);
   return launch_packed_down<16, kHalves, 1>(p, grid, stream);
 }
 
@@ -88,8 +88,8 @@ inline cudaError_t fp4_experts(const Fp4Experts &p, int blocks, cudaStream_t str
   cudaError_t e = cudaErrorInvalidValue;
   switch (p.columns) {
   case 256:
-  case 320: e = launch_packed_gate_up<2, 2>(p, blocks, stream); break;
-  case 2880: e = launch_packed_gate_up<12, 2>(p, blocks, stream); break;
+  case 320: e = launch_packed_gate_up<2, 2, 1, 2>(p, blocks, stream); break;
+  case 2880: e = launch_packed_gate_up<8, 3, 2, 2>(p, blocks, stream); break;
   default: break;
   }
   if (e != cudaSuccess) return e;

@@ -89,10 +89,10 @@ inline cudaError_t int4_experts(const Int4Experts &p, int blocks, cudaStream_t s
   cudaError_t e = cudaErrorInvalidValue;
   switch (p.columns) {
   case 256:
-  case 512: e = launch_packed_gate_up<2, 2>(p, blocks, stream); break;
-  case 2048: e = launch_packed_gate_up<8, 2>(p, blocks, stream); break;
-  case 4096: e = launch_packed_gate_up<16, 1>(p, blocks, stream); break;
-  case 7168: e = launch_packed_gate_up<28, 1>(p, blocks, stream); break;
+  case 512: e = launch_packed_gate_up<2, 2, 1, 2>(p, blocks, stream); break;
+  case 2048: e = launch_packed_gate_up<8, 2, 2, 2>(p, blocks, stream); break;
+  case 4096: e = launch_packed_gate_up<16, 2, 2, 1>(p, blocks, stream); break;
+  case 7168: e = launch_packed_gate_up<14, 4, 2, 1>(p, blocks, stream); break;
   default: break;
   }
   if (e != cudaSuccess) return e;

@@ -18,7 +18,7 @@
 namespace eagle3 {
 
 constexpr int kGroup = 32, kSpan = 128; // columns that share a scale; that a quad of lanes reads at once
-constexpr int kUnitSpans = 2;           // spans of a warp that are in registers at a time
+constexpr int kUnitSpans = 2;           // spans of down's rows that are in registers at a time
 constexpr int kUnit = kUnitSpans * kSpan;
 
 // Where column i of a row of `hidden` lies: lane t of a span finds its group's eights 4 chunks apart, each in F's order.
@@ -57,9 +57,9 @@ __device__ __forceinline__ void multiply_span(float4 &c, float4 &odd, const Code
   }
 }
 
-template <bool kValue>
-struct Flag {
-  static constexpr bool value = kValue;
+template <int kValue>
+struct Constant {
+  static constexpr int value = kValue;
 };
 
 // Columns of a row of `hidden`: whole units.
@@ -106,88 +106,102 @@ struct GateSums {
   }
 };
 
-// Gate, up and activation. A tile is 8 gates on top of their ups; a warp does one unit of the columns. The rows lie in shared
-// memory: registers are for many warps, each with its next codes on their way. kMany: more rows than leave the carve-out alone.
-template <class P, int kWarps, int kResident, bool kMany>
+// Gate, up and activation. A tile is 8 gates on top of their ups; a warp does kSpans spans of the columns. The rows lie in shared
+// memory: registers are for kDepth tiles of codes on their way, since memory needs some 100 KB asked for on every multiprocessor
+// to be busy. kMany: more rows than leave the carve-out alone.
+template <class P, int kWarps, int kSpans, int kDepth, int kResident, bool kMany>
 __global__ void __launch_bounds__(kWarps * 32, kResident) packed_gate_up(P p) {
   using F = typename P::Format;
   using Sums = GateSums<kWarps>;
-  constexpr int kPitch = kWarps * 32 + 4; // chunks of 8 columns: rows lie on different banks
-  extern __shared__ uint4 packed_rows[];  // [rows][kPitch]: lane t of a span finds its eights 4 chunks apart
+  constexpr int kChunks = kWarps * kSpans * 16, kPitch = kChunks + 4; // of 8 columns: rows lie on different banks
+  constexpr int kOwn = (kSpans + 1) / 2;                             // chunks of a thread
+  extern __shared__ uint4 packed_rows[];                             // [rows][kPitch]: lane t of a span finds its eights 4 chunks apart
   __shared__ Sums red[2];
   __shared__ GroupChoice choice;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int column = warp * kUnit + t * kGroup, live = min(kRows, p.rows - static_cast<int>(blockIdx.y) * kRows);
+  const int column = warp * kSpans * kSpan + t * kGroup, live = min(kRows, p.rows - static_cast<int>(blockIdx.y) * kRows);
   choice.template clear<kWarps * 32>();
   OwnPairs<kWarps * 32> own(p);
   TileWalk now(p.width / 8), ahead = now;
   __syncthreads();
   wait_for_predecessor();
   own.load(p);
-  uint4 v[kRows];
 #pragma unroll
-  for (int r = 0; r < kRows; r++) {
-    const size_t row = static_cast<size_t>(blockIdx.y) * kRows + r;
-    v[r] = make_uint4(0, 0, 0, 0);
-    if (r < live && threadIdx.x * 8 < p.columns) v[r] = load_rows(p.x + row * p.columns + threadIdx.x * 8);
+  for (int k = 0; k < kOwn; k++) {
+    const int c = threadIdx.x + k * kWarps * 32;
+    uint4 v[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; r++) {
+      v[r] = make_uint4(0, 0, 0, 0);
+      if (r < live && c * 8 < p.columns) v[r] = load_rows(p.x + (static_cast<size_t>(blockIdx.y) * kRows + r) * p.columns + c * 8);
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; r++)
+      if (r < live && c < kChunks) packed_rows[r * kPitch + (c & ~15) + (c & 3) * 4 + (c >> 2 & 3)] = F::operand(v[r]);
   }
-#pragma unroll
-  for (int r = 0; r < kRows; r++)
-    if (r < live) packed_rows[r * kPitch + (threadIdx.x & ~15) + (threadIdx.x & 3) * 4 + (threadIdx.x >> 2 & 3)] = F::operand(v[r]);
   const int count = choose_rows<kWarps * 32, false>(p, own, choice); // barriers for the rows too
   launch_dependents(); // the next kernel reads ids and weights before it waits: they are older than this one
-  const uint4 *const b = packed_rows + (g < live ? g : 0) * kPitch + warp * 32 + t; // rows that do not exist: of the first
-  Codes<F> top[kUnitSpans], bottom[kUnitSpans];
+  const uint4 *const b = packed_rows + (g < live ? g : 0) * kPitch + warp * kSpans * 16 + t; // rows that do not exist: of the first
+  Codes<F> top[kDepth][kSpans], bottom[kDepth][kSpans];
   const uint32_t *codes;
   const typename F::Scale *scales;
   int gate; // where the lane's columns of its gate begin, in words of an expert
   const int words = p.columns / 8, below = F::kWoven ? words : p.width * words; // from a gate to its up
-  auto aim = [&](const TileWalk &at) {
-    const size_t before = static_cast<size_t>(choice.list[at.u]) * static_cast<unsigned>(2 * p.width * words);
+  auto aim = [&] {
+    const size_t before = static_cast<size_t>(choice.list[ahead.u]) * static_cast<unsigned>(2 * p.width * words);
     codes = p.gate_up + before, scales = p.gate_up_scale + before / 4;
-    gate = (at.tile * 8 + g) * (F::kWoven ? 2 : 1) * words + column / 8;
+    gate = (ahead.tile * 8 + g) * (F::kWoven ? 2 : 1) * words + column / 8;
   };
-  auto fetch = [&](int q) {
+  auto fetch = [&](int d, int q) {
     const bool inside = column + q * kSpan < p.columns;
-    top[q].fetch(codes, scales, gate + q * (kSpan / 8), inside);
-    bottom[q].fetch(codes, scales, gate + below + q * (kSpan / 8), inside);
+    top[d][q].fetch(codes, scales, gate + q * (kSpan / 8), inside);
+    bottom[d][q].fetch(codes, scales, gate + below + q * (kSpan / 8), inside);
   };
-  if (now.u < count) {
-    aim(now);
 #pragma unroll
-    for (int q = 0; q < kUnitSpans; q++) fetch(q);
-  }
-#pragma unroll 1
-  for (int turn = 0; now.u < count; turn++, now = ahead) {
+  for (int d = 0; d < kDepth; d++, ahead.next())
+    if (ahead.u < count) {
+      aim();
+#pragma unroll
+      for (int q = 0; q < kSpans; q++) fetch(d, q);
+    }
+  int turn = 0;
+  auto tile = [&](auto slot) { // the tile in this slot, and the next one into it
+    constexpr int d = decltype(slot)::value;
     const int at = static_cast<int>(threadIdx.x) - turn % (kWarps / Sums::kAdders) * Sums::kAdders * 32; // adders take turns
-    const bool adds = at >= 0 && at < Sums::kAdders * 32;
+    const bool adds = at >= 0 && at < Sums::kAdders * 32, more = ahead.u < count;
     const int unit = now.tile * 8 + at / Sums::kParts / kRows;
     const typename F::Bias bias(p, choice.list[now.u], unit, adds);
     float4 c = make_float4(0.f, 0.f, 0.f, 0.f), odd = c;
-    ahead.next();
-    const bool more = ahead.u < count;
-    if (more) aim(ahead);
+    if (more) aim();
     auto multiply_all = [&](auto large) {
 #pragma unroll
-      for (int q = 0; q < kUnitSpans; q++) {
-        multiply_span<F, decltype(large)::value, 4>(c, odd, top[q], &bottom[q], b + q * 16);
-        if (more) fetch(q);
+      for (int q = 0; q < kSpans; q++) {
+        multiply_span<F, decltype(large)::value, 4>(c, odd, top[d][q], &bottom[d][q], b + q * 16);
+        if (more) fetch(d, q);
       }
     };
     bool large = false;
 #pragma unroll
-    for (int q = 0; q < kUnitSpans; q++) large |= F::large(top[q].stored) | F::large(bottom[q].stored);
+    for (int q = 0; q < kSpans; q++) large |= F::large(top[d][q].stored) | F::large(bottom[d][q].stored);
     if (__any_sync(kAll, large))
-      multiply_all(Flag<true>());
+      multiply_all(Constant<true>());
     else
-      multiply_all(Flag<false>());
+      multiply_all(Constant<false>());
     Sums &sums = red[turn & 1];
     sums.of[warp][lane] = add(c, odd);
     __syncthreads();
-    if (!adds) continue;
-    const float up = sums.sum(at, 2), value = F::activation(sums.sum(at, 0) + bias.gate(), up + bias.up());
-    const int r = at / Sums::kParts % kRows;
-    if (at % Sums::kParts == 0 && choice.rows[now.u] >> r & 1) p.hidden[hidden_row(p, now.u, r) + hidden_place<F>(unit)] = __float2bfloat16(value);
+    if (adds) {
+      const float up = sums.sum(at, 2), value = F::activation(sums.sum(at, 0) + bias.gate(), up + bias.up());
+      const int r = at / Sums::kParts % kRows;
+      if (at % Sums::kParts == 0 && choice.rows[now.u] >> r & 1) p.hidden[hidden_row(p, now.u, r) + hidden_place<F>(unit)] = __float2bfloat16(value);
+    }
+    turn++, now.next(), ahead.next();
+  };
+#pragma unroll 1
+  while (now.u < count) {
+    tile(Constant<0>());
+    if constexpr (kDepth > 1)
+      if (now.u < count) tile(Constant<1>());
   }
 }
 
@@ -377,9 +391,9 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_down(P p) {
 #pragma unroll
     for (int i = 0; i < kHalves * kUnitSpans; i++) large |= F::large(half[i / kUnitSpans][i % kUnitSpans].stored);
     if (__any_sync(kAll, large))
-      multiply_all(Flag<true>());
+      multiply_all(Constant<true>());
     else
-      multiply_all(Flag<false>());
+      multiply_all(Constant<false>());
     if (ahead.job == now.job) continue;
 #pragma unroll
     for (int j = 0; j < kTiles; j++) {
@@ -410,10 +424,10 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_down(P p) {
   p.y[to] = __float2bfloat16(total + beside.sum(o, r) + carried);
 }
 
-// The same where every warp has a span of the width of its own: it passes all experts in ascending order, its weighted sums stay
-// in registers, and the warps' totals are added in the end. Less is held for each warp, so there are more of them.
-template <class P, int kWarps, int kHalves, int kResident>
-__global__ void __launch_bounds__(kWarps * 32, kResident) packed_down_spread(P p) {
+// The same where every warp has kSpans spans of the width of its own: it passes all experts in ascending order, its weighted
+// sums stay in registers, and the warps' totals are added in the end. Codes of kDepth experts are on their way.
+template <class P, int kWarps, int kSpans, int kDepth, int kHalves>
+__global__ void __launch_bounds__(kWarps * 32, 1) packed_down_spread(P p) {
   using F = typename P::Format;
   constexpr int kTiles = (kHalves + 1) / 2, kOwn = kHalves * 8; // outputs of the block
   static_assert(kOwn * kRows <= kWarps * 32, "a thread for each output and row");
@@ -427,64 +441,63 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_down_spread(P p
   own.load(p); // older than the kernel before this one
   __syncthreads();
   const int count = choose_rows<kWarps * 32, true>(p, own, choice);
-  const int words = p.width / 8, group = warp * 4 + t, padded = padded_width(p);
-  const bool inside = group * 4 < words;
+  const int words = p.width / 8, group = warp * kSpans * 4 + t, padded = padded_width(p);
   int at[kHalves]; // where the lane's codes lie, in words of an expert; past the block's last output its last one's again
 #pragma unroll
   for (int h = 0; h < kHalves; h++) at[h] = min(first + h * 8 + g, last - 1) * words + group * 4;
-  Codes<F> half[kHalves];
-  const uint32_t *codes;
-  const typename F::Scale *scales;
-  auto aim = [&](int u) {
+  Codes<F> half[kDepth][kHalves][kSpans];
+  auto fetch = [&](int d, int u, int q) {
     const size_t before = static_cast<size_t>(choice.list[u]) * static_cast<unsigned>(p.columns * words);
-    codes = p.down + before, scales = p.down_scale + before / 4;
-  };
-  if (count) {
-    aim(0);
 #pragma unroll
-    for (int h = 0; h < kHalves; h++) half[h].fetch(codes, scales, at[h], inside);
-  }
+    for (int h = 0; h < kHalves; h++)
+      half[d][h][q].fetch(p.down + before, p.down_scale + before / 4, at[h] + q * (kSpan / 8), (group + q * 4) * 4 < words);
+  };
+#pragma unroll
+  for (int d = 0; d < kDepth; d++)
+    if (d < count)
+#pragma unroll
+      for (int q = 0; q < kSpans; q++) fetch(d, d, q);
   if constexpr (F::kBias)
 #pragma unroll 1
     for (int i = threadIdx.x; p.down_bias && i < count * kOwn; i += kWarps * 32)
       biases[i / kOwn][i % kOwn] = p.down_bias[static_cast<size_t>(choice.list[i / kOwn]) * p.columns + min(first + i % kOwn, last - 1)];
-  const bf16 *const hidden = p.hidden + hidden_row(p, 0, g) + warp * kSpan + t * 8;
+  const bf16 *const hidden = p.hidden + hidden_row(p, 0, g) + warp * kSpans * kSpan + t * 8;
   wait_for_predecessor();
   launch_dependents();
-  uint4 b[4] = {};
-  auto rows = [&](int u) { // where nothing is read, what was there meets zeros or is left out
-    if (!inside || !(choice.rows[u] >> g & 1)) return;
+  uint4 b[kSpans * 4] = {};
+  auto rows = [&](int u, int q) { // where nothing is read, what was there meets zeros or is left out
+    if ((group + q * 4) * 4 >= words || !(choice.rows[u] >> g & 1)) return;
 #pragma unroll
-    for (int i = 0; i < 4; i++) b[i] = load_rows(hidden + u * (kRows * padded) + i * kPiece);
+    for (int i = 0; i < 4; i++) b[q * 4 + i] = load_rows(hidden + u * (kRows * padded) + q * kSpan + i * kPiece);
   };
-  if (count) rows(0);
+  if (count)
+#pragma unroll
+    for (int q = 0; q < kSpans; q++) rows(0, q);
   const int o = threadIdx.x / kRows, r = threadIdx.x % kRows, row = blockIdx.y * kRows + r; // what this thread adds in the end
   const bool owner = o < kOwn && first + o < last && row < p.rows;
   const int to = row * p.columns + first + o;
   const float carried = owner && p.residual ? load_bf16(p.residual + to) : 0.f;
   float4 total[kTiles] = {};
-#pragma unroll 1
-  for (int u = 0; u < count; u++) {
-    const bool more = u + 1 < count;
-    if (more) aim(u + 1);
+  auto expert = [&](auto slot, int u) { // the expert in this slot, and the next one into it
+    constexpr int d = decltype(slot)::value;
     float4 c[kTiles] = {}, odd[kTiles] = {};
     auto multiply_all = [&](auto large) {
 #pragma unroll
-      for (int h = 0; h < kHalves; h += 2) {
-        multiply_span<F, decltype(large)::value, 1>(c[h / 2], odd[h / 2], half[h], h + 1 < kHalves ? &half[h + 1] : nullptr, b);
+      for (int q = 0; q < kSpans; q++) {
 #pragma unroll
-        for (int i = h; i < h + 2 && i < kHalves; i++)
-          if (more) half[i].fetch(codes, scales, at[i], inside);
+        for (int h = 0; h < kHalves; h += 2)
+          multiply_span<F, decltype(large)::value, 1>(c[h / 2], odd[h / 2], half[d][h][q], h + 1 < kHalves ? &half[d][h + 1][q] : nullptr, b + q * 4);
+        if (u + kDepth < count) fetch(d, u + kDepth, q);
+        if (u + 1 < count) rows(u + 1, q);
       }
     };
     bool large = false;
 #pragma unroll
-    for (int h = 0; h < kHalves; h++) large |= F::large(half[h].stored);
+    for (int i = 0; i < kHalves * kSpans; i++) large |= F::large(half[d][i / kSpans][i % kSpans].stored);
     if (__any_sync(kAll, large))
-      multiply_all(Flag<true>());
+      multiply_all(Constant<true>());
     else
-      multiply_all(Flag<false>());
-    if (more) rows(u + 1);
+      multiply_all(Constant<false>());
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int r = 2 * t + i;
@@ -493,10 +506,18 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_down_spread(P p
 #pragma unroll
       for (int j = 0; j < kTiles; j++) {
         const float4 v = add(c[j], odd[j]);
-        float *const sum = &total[j].x;
-        sum[i] = fmaf(w, (&v.x)[i], sum[i]), sum[i + 2] = fmaf(w, (&v.x)[i + 2], sum[i + 2]);
+        if (i)
+          total[j].y = fmaf(w, v.y, total[j].y), total[j].w = fmaf(w, v.w, total[j].w);
+        else
+          total[j].x = fmaf(w, v.x, total[j].x), total[j].z = fmaf(w, v.z, total[j].z);
       }
     }
+  };
+#pragma unroll 1
+  for (int u = 0; u < count; u += kDepth) {
+    expert(Constant<0>(), u);
+    if constexpr (kDepth > 1)
+      if (u + 1 < count) expert(Constant<1>(), u + 1);
   }
 #pragma unroll
   for (int j = 0; j < kTiles; j++) red[warp][j][lane] = total[j];
@@ -515,16 +536,17 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_down_spread(P p
   p.y[to] = __float2bfloat16(sum + carried);
 }
 
-template <int kWarps, int kResident, class P>
+template <int kWarps, int kSpans, int kDepth, int kResident, class P>
 inline cudaError_t launch_packed_gate_up(const P &p, int multiprocessors, cudaStream_t stream) {
   constexpr int kFew = 4, kMemory = 228; // rows of a kernel that keeps to the carve-out; KB of a multiprocessor's memory
   const dim3 grid(multiprocessors * kResident, (p.rows + kRows - 1) / kRows);
-  const size_t row = (kWarps * 32 + 4) * sizeof(uint4);
-  if (p.rows <= kFew) return launch(packed_gate_up<P, kWarps, kResident, false>, grid, kWarps * 32, p.rows * row, stream, 1, p);
+  const size_t row = (kWarps * kSpans * 16 + 4) * sizeof(uint4);
+  if (p.rows <= kFew)
+    return launch(packed_gate_up<P, kWarps, kSpans, kDepth, kResident, false>, grid, kWarps * 32, p.rows * row, stream, 1, p);
   const size_t most = kRows * row + 2 * sizeof(GateSums<kWarps>) + sizeof(GroupChoice) + 1024; // of a block
   const int carveout = static_cast<int>(kResident * most * 100 / (kMemory * 1024)) + 1;
-  return launch_carved(carveout > kCarveout ? carveout : kCarveout, packed_gate_up<P, kWarps, kResident, true>, grid, kWarps * 32, kRows * row,
-                       stream, 1, p);
+  return launch_carved(carveout > kCarveout ? carveout : kCarveout, packed_gate_up<P, kWarps, kSpans, kDepth, kResident, true>, grid,
+                       kWarps * 32, kRows * row, stream, 1, p);
 }
 
 template <int kWarps, int kHalves, int kResident, class P>
@@ -535,10 +557,10 @@ inline cudaError_t launch_packed_down(const P &p, int blocks, cudaStream_t strea
   return launch(packed_down<P, kWarps, kHalves, kResident>, grid, kWarps * 32, shared, stream, 1, p);
 }
 
-template <int kWarps, int kHalves, int kResident, class P>
+template <int kWarps, int kSpans, int kDepth, int kHalves, class P>
 inline cudaError_t launch_packed_down_spread(const P &p, int blocks, cudaStream_t stream) {
   const dim3 grid(blocks, (p.rows + kRows - 1) / kRows);
-  return launch(packed_down_spread<P, kWarps, kHalves, kResident>, grid, kWarps * 32, 0, stream, 1, p);
+  return launch(packed_down_spread<P, kWarps, kSpans, kDepth, kHalves>, grid, kWarps * 32, 0, stream, 1, p);
 }
 
 template <class P>
