@@ -2,6 +2,7 @@
 
 import torch
 from latent_cases import mla_attention, mla_qkv
+from test_native import Quick, packed, packed_mxfp4
 from twin_cases import Make, attend, moe
 
 from kernels import FUSED, native
@@ -28,6 +29,11 @@ def main():
     for rule in (Routing(4, True, "sigmoid", 4, 2, 2), Routing(2, False, "logits")):
         correction = torch.zeros(16, device="cuda")
         table.route(make.floats(9, 256), make.gain(256), 1e-6, make.weight(16, 256), rule, None, correction)
+    for rows in (1, 9):
+        shared = make.floats(rows, 256), make.weight(256, 256)
+        table.experts_int4(*packed(Quick(), rows, 256, 8, 256, 4), *shared)
+        for width in (96, 1440):
+            table.experts_mxfp4(*packed_mxfp4(Quick(), rows, 320, 8, width, 2))
     for _, arguments in mla_qkv(dtype, "cuda", ((2, 9, 256, 3, 128, 64, 512, 256, 16, True),)):
         table.mla_qkv(*arguments)
     latent = (1, 3, 8, 512, 64, 128, 16, [40], "tree"), (2, 5, 16, 512, 64, 128, 4, [70, 62], "chain")
