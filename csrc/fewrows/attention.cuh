@@ -25,16 +25,23 @@ constexpr int kParts = 2; // groups of kVectors that a block of a long context m
 // Whether tables of that many positions are one cluster's: of their tiles and of one that unwritten rows may reach.
 inline bool short_table(int positions) { return positions + kTile <= kRun * kTile; }
 
-// The first tile of a cluster and rank that is not older than tile `oldest`, and the one after tile s.
-__device__ __forceinline__ int next_tile(int s) { return s + (s & kRanks ? (kClusters - 1) * kRun + kRanks : kRanks); }
+// The first tile of a cluster and rank that is not older than tile `oldest`, and the one after tile s. kOne: short tables, whose
+// tiles are one run.
+template <bool kOne>
+__device__ __forceinline__ int next_tile(int s) {
+  return s + (!kOne && s & kRanks ? (kClusters - 1) * kRun + kRanks : kRanks);
+}
+template <bool kOne>
 __device__ __forceinline__ int first_tile(int cluster, int rank, int oldest) {
-  int s = oldest / (kRun * kClusters) * (kRun * kClusters) + cluster * kRun + rank;
-  while (s < oldest) s = next_tile(s);
+  int s = (kOne ? 0 : oldest / (kRun * kClusters) * (kRun * kClusters) + cluster * kRun) + rank;
+  while (s < oldest) s = next_tile<kOne>(s);
   return s;
 }
 
 // Clusters that have a tile between tile `oldest` and position `end`, a bit each.
+template <bool kOne>
 __device__ __forceinline__ unsigned clusters_with(int oldest, int end) {
+  if (kOne) return 1;
   const int from = oldest / kRun, runs = (end - 1) / kTile / kRun - from + 1;
   const unsigned some = ((1u << min(runs, kClusters)) - 1) << from % kClusters;
   return (some | some >> kClusters) & ((1u << kClusters) - 1);
@@ -47,12 +54,12 @@ struct QueryVector {
 
 // A cluster's sum of a vector, for a warp: to the output if it is the only one, else to those of the other clusters, and the one
 // that comes last merges them, in ascending order.
-template <int kWidth>
+template <int kWidth, bool kOne>
 __device__ __forceinline__ void merge_clusters(const Attention &p, const Columns<kWidth> &y, float top, float norm, unsigned clusters, int own,
                                        const QueryVector &v) {
   using Sum = Columns<kWidth>;
   const int lane = threadIdx.x & 31, column = lane * (kWidth / 32), c = lane % 4, head = v.group * (p.heads / p.groups) + v.head;
-  const bool several = clusters != 1u << own, has = clusters >> c & 1; // kClusters is at most 4
+  const bool several = !kOne && clusters != 1u << own, has = clusters >> c & 1; // kClusters is at most 4
   const size_t unit = (static_cast<size_t>(v.b) * gridDim.y + blockIdx.y) * p.groups + v.group, first = unit * kClusters * v.held + v.at;
   const float sink = p.sinks ? __bfloat162float(p.sinks[head]) * 1.4426950408889634f : -INFINITY;
   if (several) {
@@ -98,6 +105,7 @@ struct Stages {
 template <int kWidth, int kShare, int kHalf, int kStages, int kMost>
 __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
   constexpr int kBlock = kVectors / kShare, kMany = kWidth / 32, kChunks = kWidth / 8; // kBlock: rows of a part
+  constexpr bool kOne = kMost == 1;
   using P = Stages<kWidth, kStages, kMost>;
   using Sum = Columns<kWidth>;
   extern __shared__ uint4 attention_memory[]; // [kStages] of kTile keys, then kTile values
@@ -106,19 +114,19 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
   __shared__ uint64_t inbox;
   bf16 *const memory = reinterpret_cast<bf16 *>(attention_memory);
   float *const result = reinterpret_cast<float *>(attention_memory), *const top_of = result + P::kResult, *const norm_of = top_of + P::kStats / 2;
-  const int threads = kMost == 1 ? kWarps * 32 : blockDim.x, parts = threads / (kWarps * 32);
+  const int threads = kOne ? kWarps * 32 : blockDim.x, parts = threads / (kWarps * 32);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, part = warp / kWarps, slice = warp % kWarps;
-  const int rank = cluster_rank(), group = blockIdx.x / kRanks, batch = kMost == 1 ? gridDim.z : gridDim.z / kClusters;
-  const int own = kMost == 1 ? 0 : blockIdx.z / batch, b = blockIdx.z - own * batch; // own: cluster of tiles
+  const int rank = cluster_rank(), group = blockIdx.x / kRanks, batch = kOne ? gridDim.z : gridDim.z / kClusters;
+  const int own = kOne ? 0 : blockIdx.z / batch, b = blockIdx.z - own * batch; // own: cluster of tiles
   const int first_row = blockIdx.y * parts * kBlock, rows = min(parts * kBlock, p.t - first_row), vectors = rows * kShare;
   const int64_t line0 = static_cast<int64_t>(b) * p.t;
   const int prefix = static_cast<int>(load_long(p.prefix + b));
   const int *const pages = p.pages + static_cast<int64_t>(b) * p.table;
   // no row of the block sees an older tile
   const int oldest = p.window ? max(0, prefix + (p.tree ? 0 : first_row) - p.window + 1) / kTile : 0;
-  if (!(clusters_with(oldest, prefix + kTile) >> own & 1)) return; // whatever the tree, no tile is this cluster's
-  const int start = first_tile(own, rank, oldest), border = prefix / kTile; // the tile that the prefix ends in, and the first node's
-  auto mine = [&](int s) { return s / kRun % kClusters == own && s % kRanks == rank; };
+  if (!(clusters_with<kOne>(oldest, prefix + kTile) >> own & 1)) return; // whatever the tree, no tile is this cluster's
+  const int start = first_tile<kOne>(own, rank, oldest), border = prefix / kTile; // the tile that the prefix ends in, and the first node's
+  auto mine = [&](int s) { return (kOne || s / kRun % kClusters == own) && s % kRanks == rank; };
   const int tail = border + !mine(border); // the only one of this rank that nodes may be in, if it is this rank's
   // of row r of a tile: its page and its place there, or -1; slots are below 2^31, as no GPU's memory holds more
   auto look = [&](int s, int r, int &page, int &rest) {
@@ -156,7 +164,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < kStages * kTile; i += threads) {
     int s = start;
-    for (int n = i / kTile; n; n--) s = next_tile(s);
+    for (int n = i / kTile; n; n--) s = next_tile<kOne>(s);
     int page, rest;
     look(s, i % kTile, page, rest);
     slots[i] = page * p.page + rest;
@@ -164,20 +172,20 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
   nodes.read(p, line0, first_row, rows, prefix, pages);
   // the nodes lie behind the prefix's rows in the stage of that tile, if it is one of the first and they fit, or in the last stage
   int turns = 0;
-  for (int s = start; s < tail && turns < kStages; s = next_tile(s)) turns++;
+  for (int s = start; s < tail && turns < kStages; s = next_tile<kOne>(s)) turns++;
   const int before = max(0, prefix - tail * kTile);
   const bool beside = turns < kStages && before + nodes.count() <= kTile;
   const int node0 = beside ? turns * 2 * kTile + before : (kStages - 1) * 2 * kTile; // row of the memory where their keys begin
   const int held = kStages - (mine(tail) && !beside), end = nodes.end;
 #pragma unroll 1
-  for (int i = 0; i < held; i++, ahead = next_tile(ahead)) fetch(slots + i * kTile, i);
-  const unsigned clusters = clusters_with(oldest, end);
+  for (int i = 0; i < held; i++, ahead = next_tile<kOne>(ahead)) fetch(slots + i * kTile, i);
+  const unsigned clusters = clusters_with<kOne>(oldest, end);
   if (!(clusters >> own & 1)) return; // nothing was copied
-  const bool live = first_tile(own, lane % kRanks, oldest) * kTile < end; // whether a rank has a partial
+  const bool live = first_tile<kOne>(own, lane % kRanks, oldest) * kTile < end; // whether a rank has a partial
   const unsigned live_ranks = __ballot_sync(kAll, live) & ((1u << kRanks) - 1);
   // vector i is rank i mod 8's, who gets it from all that have a part of it
   if (threadIdx.x == 0) open_inbox(&inbox, (vectors + kRanks - 1 - rank) / kRanks * __popc(live_ranks) * (kWidth + 2) * 4);
-  if (kMost == 1) cluster_arrive();
+  if (kOne) cluster_arrive();
   const int lanes = (p.heads + 2 * p.groups) * kWidth;
   const bool folds = start * kTile < end;
   // the first tile past the prefix is written by who folds it
@@ -237,7 +245,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
     }
     int place = 0;
 #pragma unroll 1
-    for (int s = start; s * kTile < end; s = next_tile(s)) {
+    for (int s = start; s * kTile < end; s = next_tile<kOne>(s)) {
       if (earlier && s == start)
         wait_copies<0>();
       else if (held == kStages)
@@ -271,7 +279,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
       }
       __syncthreads();
       fetch(slots, place);
-      ahead = next_tile(ahead);
+      ahead = next_tile<kOne>(ahead);
       if (threadIdx.x < kTile) look(ahead, threadIdx.x, page, rest); // there by the next tile's end
       place = place + 1 == held ? 0 : place + 1;
     }
@@ -280,7 +288,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
     fold.store(result + warp * kVectors * kWidth, top_of + warp * kVectors, norm_of + warp * kVectors);
     __syncthreads();
   }
-  if (kMost > 1) cluster_arrive(); // others may send
+  if (!kOne) cluster_arrive(); // others may send
   bool waited = false; // until this block may
   // the block's partials, a warp a vector at a time
   const int column = lane * kMany;
@@ -307,7 +315,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
   const float *const got = sent + warp * kRanks * kWidth + column, *const got_stats = sent_stats + (warp * kRanks + lane % kRanks) * 2;
   float top = live ? got_stats[0] : -INFINITY, norm = live ? got_stats[1] : 0.f;
   const Sum y = merge_partials<kWidth, kRanks>(top, norm, live_ranks, -INFINITY, [&](int c) { return *reinterpret_cast<const Sum *>(got + c * kWidth); });
-  merge_clusters<kWidth>(p, y, top, norm, clusters, own, QueryVector{b, group, first_row + v / kShare, v % kShare, v, parts * kVectors});
+  merge_clusters<kWidth, kOne>(p, y, top, norm, clusters, own, QueryVector{b, group, first_row + v / kShare, v % kShare, v, parts * kVectors});
 }
 
 template <int kWidth, int kShare, int kHalf>

@@ -94,12 +94,13 @@ template <int kWidth, int kHalf, int kBlock>
 __device__ __forceinline__ void keep_nodes(const Attention &p, Nodes<kBlock> &nodes, bf16 *memory, int node0, int64_t line0, int group,
                                            bool writes) {
   constexpr int kMany = kWidth / 32, kChunks = kWidth / 8;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+  const int lane = threadIdx.x & 31, warps = blockDim.x >> 5, warp = warps - 1 - (threadIdx.x >> 5); // the first has most to do later
+  const int own_line = threadIdx.x ^ kTile; // of values: the other warps' turn first, for up to four rows
   const int lanes = (p.heads + 2 * p.groups) * kWidth, value_lines = p.t * kChunks;
   const bf16 *const keys = p.projected + line0 * lanes + (p.heads + group) * kWidth, *const values = keys + p.groups * kWidth;
   auto value_of = [&](int i) { return load_rows(values + static_cast<int64_t>(i / kChunks) * lanes + i % kChunks * 8); };
   uint4 v = make_uint4(0, 0, 0, 0);
-  if (static_cast<int>(threadIdx.x) < value_lines) v = value_of(threadIdx.x); // beside the keys
+  if (own_line < value_lines) v = value_of(own_line); // beside the keys
   float gain[kMany];
 #pragma unroll
   for (int j = 0; j < kMany; j++) gain[j] = p.k_gain ? __bfloat162float(p.k_gain[j * 32 + lane]) : 1.f;
@@ -132,7 +133,7 @@ __device__ __forceinline__ void keep_nodes(const Attention &p, Nodes<kBlock> &no
     }
   }
 #pragma unroll 1
-  for (int i = threadIdx.x; i < value_lines; i += blockDim.x) { // values as they are, 16 bytes a thread
+  for (int i = own_line; i < value_lines; i += blockDim.x) { // values as they are, 16 bytes a thread
     if (i >= static_cast<int>(blockDim.x)) v = value_of(i);
     const int node = nodes.node_of[i / kChunks], c = i % kChunks * 8;
     if (node < 0) continue;
