@@ -80,7 +80,7 @@ template <int kHalves>
 inline cudaError_t fp4_down(const Fp4Experts &p, int spans, int grid, cudaStream_t stream) {
   if (spans > 12 && spans <= 24) return launch_packed_down_spread<12, 2, 2, kHalves>(p, grid, stream);
   if (spans > 8 && spans <= 12) return launch_packed_down_spread<12, 1, 2, kHalves>(p, grid, stream);
-  return launch_packed_down<16, kHalves, 1>(p, grid, stream);
+  return launch_packed_down<16, kHalves, 2, 1, 1>(p, grid, stream);
 }
 
 inline cudaError_t fp4_experts(const Fp4Experts &p, int blocks, cudaStream_t stream) {

@@ -64,6 +64,8 @@ struct Int4Format {
   };
 };
 
+constexpr int kInt4Warps = 8; // of a block of down
+
 struct Int4Experts {
   using Format = Int4Format;
   const bf16 *x;             // [rows, columns] normed rows
@@ -81,11 +83,17 @@ struct Int4Experts {
   int rows, columns, width, experts, choices, shared_width; // shared_width: a multiple of 256, 0: no shared expert
 };
 
+// Down by the width alone: one unit is all that a row's expert has, or many spans follow one another.
+template <int kHalves>
+inline cudaError_t int4_down(const Int4Experts &p, int grid, cudaStream_t stream) {
+  return p.width <= kUnit ? launch_packed_down<kInt4Warps, kHalves, 2, 1, 2>(p, grid, stream)
+                          : launch_packed_down<kInt4Warps, kHalves, 1, 3, 2>(p, grid, stream);
+}
+
 // Gate and up by the columns, down by what the blocks' shares are: two blocks of 8 warps a multiprocessor, or as many blocks as
 // two tiles each ask for.
 inline cudaError_t int4_experts(const Int4Experts &p, int blocks, cudaStream_t stream) {
-  constexpr int kWarps = 8;
-  if (!packed_serves(p) || p.shared_width % (kWarps * kPiece)) return cudaErrorInvalidValue;
+  if (!packed_serves(p) || p.shared_width % (kInt4Warps * kPiece)) return cudaErrorInvalidValue;
   cudaError_t e = cudaErrorInvalidValue;
   switch (p.columns) {
   case 256:
@@ -97,8 +105,7 @@ inline cudaError_t int4_experts(const Int4Experts &p, int blocks, cudaStream_t s
   }
   if (e != cudaSuccess) return e;
   const int least = (p.columns + 31) / 32, share = 2 * blocks < p.columns ? 2 * blocks : p.columns, grid = share > least ? share : least;
-  return (p.columns + grid - 1) / grid <= kOutputs ? launch_packed_down<kWarps, 2, 2>(p, grid, stream)
-                                                   : launch_packed_down<kWarps, 4, 2>(p, grid, stream);
+  return (p.columns + grid - 1) / grid <= kOutputs ? int4_down<2>(p, grid, stream) : int4_down<4>(p, grid, stream);
 }
 
 } // namespace eagle3

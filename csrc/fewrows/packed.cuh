@@ -18,7 +18,7 @@
 namespace eagle3 {
 
 constexpr int kGroup = 32, kSpan = 128; // columns that share a scale; that a quad of lanes reads at once
-constexpr int kUnitSpans = 2;           // spans of down's rows that are in registers at a time
+constexpr int kUnitSpans = 2;           // of a unit, in which the width of an expert is divided
 constexpr int kUnit = kUnitSpans * kSpan;
 
 // Where column i of a row of `hidden` lies: lane t of a span finds its group's eights 4 chunks apart, each in F's order.
@@ -216,8 +216,8 @@ struct DownParts {
   }
 };
 
-// A warp's walk over the units of its jobs: a job is a part of an expert, every kWarps-th is this warp's.
-template <int kWarps>
+// A warp's walk over the spans of its jobs, kSpans at a time: a job is a part of an expert, every kWarps-th is this warp's.
+template <int kWarps, int kSpans>
 struct DownWalk {
   int job, u, part, span, end; // end: of the part's spans
   __device__ __forceinline__ void begin(const DownParts &d, int own) {
@@ -225,7 +225,7 @@ struct DownWalk {
     span = part * d.per, end = min(d.spans, span + d.per);
   }
   __device__ __forceinline__ void next(const DownParts &d) {
-    span += kUnitSpans;
+    span += kSpans;
     if (span >= end) begin(d, job + kWarps);
   }
 };
@@ -306,8 +306,8 @@ struct NothingBeside {
 };
 
 // Down, bias, weighted sum, shared expert, residual. Blocks share the outputs evenly, kHalves times 8 at most; the warps of a
-// block share the experts and the parts of their width. Sums lie in shared memory by a row's own experts, in ascending order.
-template <class P, int kWarps, int kHalves, int kResident>
+// block share the experts and the parts of their width, codes of kDepth times kSpans spans are on their way. Sums lie in shared memory by a row's own experts, in ascending order.
+template <class P, int kWarps, int kHalves, int kSpans, int kDepth, int kResident>
 __global__ void __launch_bounds__(kWarps * 32, kResident) packed_down(P p) {
   using F = typename P::Format;
   constexpr int kTiles = (kHalves + 1) / 2, kOwn = kHalves * 8; // outputs of the block
@@ -326,29 +326,31 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_down(P p) {
   beside.fetch(p, first, last);
   __syncthreads();
   const int count = choose_rows<kWarps * 32, true>(p, own, choice), jobs = count * parts.parts;
-  DownWalk<kWarps> now, ahead;
+  DownWalk<kWarps, kSpans> now, ahead;
   now.begin(parts, warp), ahead = now;
-  Codes<F> half[kHalves][kUnitSpans];
+  Codes<F> half[kDepth][kHalves][kSpans];
   const int words = p.width / 8;
   int out[kHalves]; // where the lane's rows begin, in words of an expert; past the block's last output its last one again
 #pragma unroll
   for (int h = 0; h < kHalves; h++) out[h] = min(first + h * 8 + g, last - 1) * words;
   const uint32_t *codes;
   const typename F::Scale *scales;
-  auto aim = [&](const DownWalk<kWarps> &at) {
+  auto aim = [&](const DownWalk<kWarps, kSpans> &at) {
     const size_t before = static_cast<size_t>(choice.list[at.u]) * static_cast<unsigned>(p.columns * words);
     codes = p.down + before, scales = p.down_scale + before / 4;
   };
-  auto fetch = [&](const DownWalk<kWarps> &at, int q) {
-    const int group = (at.span + q) * 4 + t;
-#pragma unroll
-    for (int h = 0; h < kHalves; h++) half[h][q].fetch(codes, scales, out[h] + group * 4, group * 4 < words);
+  auto fetch = [&](int d, int h, int q) {
+    const int group = (ahead.span + q) * 4 + t;
+    half[d][h][q].fetch(codes, scales, out[h] + group * 4, group * 4 < words);
   };
-  if (now.job < jobs) {
-    aim(now);
 #pragma unroll
-    for (int q = 0; q < kUnitSpans; q++) fetch(now, q);
-  }
+  for (int d = 0; d < kDepth; d++)
+    if (ahead.job < jobs) {
+      aim(ahead);
+#pragma unroll
+      for (int i = 0; i < kHalves * kSpans; i++) fetch(d, i / kSpans, i % kSpans);
+      ahead.next(parts);
+    }
   if constexpr (F::kBias)
 #pragma unroll 1
     for (int i = threadIdx.x; p.down_bias && i < count * kOwn; i += kWarps * 32)
@@ -357,44 +359,48 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_down(P p) {
   const bf16 *const hidden = p.hidden + hidden_row(p, 0, g) + t * 8;
   wait_for_predecessor();
   launch_dependents();
-  uint4 b[kUnitSpans * 4] = {};
-  auto rows = [&](const DownWalk<kWarps> &at, int q) { // where nothing is read, what was there meets zeros or is left out
-    if (!(choice.rows[at.u] >> g & 1) || ((at.span + q) * 4 + t) * 4 >= words) return;
+  uint4 b[kSpans * 4] = {};
+  auto rows = [&](const DownWalk<kWarps, kSpans> &at, int q) { // where nothing is read, what was there meets zeros or is left out
+    if (at.job >= jobs || !(choice.rows[at.u] >> g & 1) || ((at.span + q) * 4 + t) * 4 >= words) return;
     const bf16 *from = hidden + at.u * (kRows * padded) + (at.span + q) * kSpan;
 #pragma unroll
     for (int i = 0; i < 4; i++) b[q * 4 + i] = load_rows(from + i * kPiece);
   };
-  if (now.job < jobs)
 #pragma unroll
-    for (int q = 0; q < kUnitSpans; q++) rows(now, q);
+  for (int q = 0; q < kSpans; q++) rows(now, q);
   const int o = threadIdx.x / kRows, r = threadIdx.x % kRows, row = blockIdx.y * kRows + r; // what this thread adds in the end
   const bool owner = o < kOwn && first + o < last && row < p.rows;
   const int to = row * p.columns + first + o;
   const float carried = owner && p.residual ? load_bf16(p.residual + to) : 0.f;
   beside.multiply();
   float4 c[kTiles] = {}, odd[kTiles] = {};
-#pragma unroll 1
-  for (; now.job < jobs; now = ahead) {
-    ahead.next(parts);
+  auto unit = [&](auto slot) { // the spans in this slot, and the next ones into it
+    constexpr int d = decltype(slot)::value;
     const bool more = ahead.job < jobs;
+    const DownWalk<kWarps, kSpans> old = now;
     if (more) aim(ahead);
+    now.next(parts);
     auto multiply_all = [&](auto large) {
 #pragma unroll
-      for (int q = 0; q < kUnitSpans; q++) {
+      for (int q = 0; q < kSpans; q++) {
 #pragma unroll
-        for (int h = 0; h < kHalves; h += 2)
-          multiply_span<F, decltype(large)::value, 1>(c[h / 2], odd[h / 2], half[h][q], h + 1 < kHalves ? &half[h + 1][q] : nullptr, b + q * 4);
-        if (more) fetch(ahead, q), rows(ahead, q);
+        for (int h = 0; h < kHalves; h += 2) {
+          multiply_span<F, decltype(large)::value, 1>(c[h / 2], odd[h / 2], half[d][h][q], h + 1 < kHalves ? &half[d][h + 1][q] : nullptr, b + q * 4);
+          if (more) fetch(d, h, q);
+          if (more && h + 1 < kHalves) fetch(d, h + 1, q);
+        }
+        rows(now, q);
       }
     };
     bool large = false;
 #pragma unroll
-    for (int i = 0; i < kHalves * kUnitSpans; i++) large |= F::large(half[i / kUnitSpans][i % kUnitSpans].stored);
+    for (int i = 0; i < kHalves * kSpans; i++) large |= F::large(half[d][i / kSpans][i % kSpans].stored);
     if (__any_sync(kAll, large))
       multiply_all(Constant<true>());
     else
       multiply_all(Constant<false>());
-    if (ahead.job == now.job) continue;
+    if (more) ahead.next(parts);
+    if (now.job == old.job) return;
 #pragma unroll
     for (int j = 0; j < kTiles; j++) {
       const float4 v = add(c[j], odd[j]);
@@ -402,11 +408,18 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_down(P p) {
 #pragma unroll
       for (int i = 0; i < (2 * j + 1 < kHalves ? 4 : 2); i++) {
         const int r = 2 * t + (i & 1);
-        if (choice.rows[now.u] >> r & 1)
-          sums[((now.part * p.choices + choice.rank[now.u][r]) * kOwn + j * kOutputs + (i & 2) * 4 + g) * kRows + r] = of[i];
+        if (choice.rows[old.u] >> r & 1) sums[((old.part * p.choices + choice.rank[old.u][r]) * kOwn + j * kOutputs + (i & 2) * 4 + g) * kRows + r] = of[i];
       }
       c[j] = odd[j] = make_float4(0.f, 0.f, 0.f, 0.f);
     }
+  };
+#pragma unroll 1
+  while (now.job < jobs) {
+    unit(Constant<0>());
+    if constexpr (kDepth > 1)
+      if (now.job < jobs) unit(Constant<1>());
+    if constexpr (kDepth > 2)
+      if (now.job < jobs) unit(Constant<2>());
   }
   __syncthreads();
   if (!owner) return;
@@ -549,12 +562,12 @@ inline cudaError_t launch_packed_gate_up(const P &p, int multiprocessors, cudaSt
                        kWarps * 32, kRows * row, stream, 1, p);
 }
 
-template <int kWarps, int kHalves, int kResident, class P>
+template <int kWarps, int kHalves, int kSpans, int kDepth, int kResident, class P>
 inline cudaError_t launch_packed_down(const P &p, int blocks, cudaStream_t stream) {
   const dim3 grid(blocks, (p.rows + kRows - 1) / kRows);
   size_t shared = static_cast<size_t>(DownParts(p.width, p.choices, kWarps).parts) * p.choices * kHalves * 8 * kRows * sizeof(float);
   shared += P::Format::template Beside<kWarps, kHalves>::bytes(p);
-  return launch(packed_down<P, kWarps, kHalves, kResident>, grid, kWarps * 32, shared, stream, 1, p);
+  return launch(packed_down<P, kWarps, kHalves, kSpans, kDepth, kResident>, grid, kWarps * 32, shared, stream, 1, p);
 }
 
 template <int kWarps, int kSpans, int kDepth, int kHalves, class P>
