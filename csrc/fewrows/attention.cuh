@@ -122,19 +122,28 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
   const int64_t line0 = static_cast<int64_t>(b) * p.t;
   const int prefix = static_cast<int>(load_long(p.prefix + b));
   const int *const pages = p.pages + static_cast<int64_t>(b) * p.table;
+  const auto asked = nodes.ask(p, line0, first_row, rows);
+  // of a row of a tile: its page and its place there; slots are below 2^31, as no GPU's memory holds more
+  auto look = [&](int row, int &page, int &rest) {
+    const unsigned column = static_cast<unsigned>(row) / static_cast<unsigned>(p.page);
+    page = column < static_cast<unsigned>(p.columns) ? pages[column] : 0;
+    rest = row - static_cast<int>(column) * p.page;
+  };
+  auto row_at = [&](int s, int i) { // row i of tile s and of those after it
+    for (int n = i / kTile; n; n--) s = next_tile<kOne>(s);
+    return s * kTile + i % kTile;
+  };
+  constexpr int kLooks = (kStages * kTile + kWarps * 32 - 1) / (kWarps * 32);
+  int looked[kLooks][2]; // before the prefix is known: most often no window moves the first tile
+  const int begin = first_tile<kOne>(own, rank, 0);
+#pragma unroll
+  for (int j = 0; j < kLooks; j++) look(row_at(begin, threadIdx.x + j * threads), looked[j][0], looked[j][1]);
   // no row of the block sees an older tile
   const int oldest = p.window ? max(0, prefix + (p.tree ? 0 : first_row) - p.window + 1) / kTile : 0;
   if (!(clusters_with<kOne>(oldest, prefix + kTile) >> own & 1)) return; // whatever the tree, no tile is this cluster's
   const int start = first_tile<kOne>(own, rank, oldest), border = prefix / kTile; // the tile that the prefix ends in, and the first node's
   auto mine = [&](int s) { return (kOne || s / kRun % kClusters == own) && s % kRanks == rank; };
   const int tail = border + !mine(border); // the only one of this rank that nodes may be in, if it is this rank's
-  // of row r of a tile: its page and its place there, or -1; slots are below 2^31, as no GPU's memory holds more
-  auto look = [&](int s, int r, int &page, int &rest) {
-    const unsigned row = s * kTile + r, column = row / static_cast<unsigned>(p.page);
-    const bool inside = static_cast<int>(row) < prefix;
-    rest = inside ? static_cast<int>(row - column * p.page) : -1;
-    page = inside ? pages[column] : 0;
-  };
   // a thread copies its 16 bytes of every `step` rows (a multiple of 8: their places differ by rows alone)
   const int copied = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks * 8, step = threads / kChunks;
   const char *own_keys = reinterpret_cast<const char *>(p.keys + group * kWidth + chunk);
@@ -161,15 +170,13 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
     commit_copies();
   };
   int ahead = start; // the tile that is fetched next
-#pragma unroll 1
-  for (int i = threadIdx.x; i < kStages * kTile; i += threads) {
-    int s = start;
-    for (int n = i / kTile; n; n--) s = next_tile<kOne>(s);
-    int page, rest;
-    look(s, i % kTile, page, rest);
-    slots[i] = page * p.page + rest;
+#pragma unroll
+  for (int j = 0; j < kLooks; j++) {
+    const int i = threadIdx.x + j * threads, row = row_at(start, i);
+    if (start != begin) look(row, looked[j][0], looked[j][1]);
+    if (i < kStages * kTile) slots[i] = row < prefix ? looked[j][0] * p.page + looked[j][1] : -1;
   }
-  nodes.read(p, line0, first_row, rows, prefix, pages);
+  nodes.read(p, asked, line0, first_row, rows, prefix, pages);
   // the nodes lie behind the prefix's rows in the stage of that tile, if it is one of the first and they fit, or in the last stage
   int turns = 0;
   for (int s = start; s < tail && turns < kStages; s = next_tile<kOne>(s)) turns++;
@@ -221,8 +228,8 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
 #pragma unroll
   for (int i = 0; i < kMany; i++) // ones where there are none
     gain[i] = p.q_gain ? load_weights(p.q_gain + i * 32 + (lane & 3) * 8) : make_uint4(0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u);
-  int page = 0, rest = -1; // of a row of the tile ahead
-  if (threadIdx.x < kTile) look(ahead, threadIdx.x, page, rest);
+  int page = 0, rest = 0; // of a row of the tile ahead
+  if (threadIdx.x < kTile) look(ahead * kTile + threadIdx.x, page, rest);
   wait_for_predecessor();
   launch_dependents();
 #pragma unroll
@@ -253,7 +260,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
       else
         wait_copies<kStages - 2>();
       __syncthreads();
-      if (threadIdx.x < kTile) slots[threadIdx.x] = page * p.page + rest;
+      if (threadIdx.x < kTile) slots[threadIdx.x] = ahead * kTile + static_cast<int>(threadIdx.x) < prefix ? page * p.page + rest : -1;
       const int first = s * kTile + slice * kSlice, row0 = place * 2 * kTile + slice * kSlice;
       const bool gathered = first + kSlice > prefix; // then each row by itself: paths differ
       const int row_begin = part * kBlock, row_end = gathered ? min(rows, row_begin + kBlock) : row_begin + (row_begin < rows);
@@ -265,8 +272,8 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
         int sees[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) sees[h] = !gathered || row_of[h] == r ? upto[h] : -1;
-        auto row_at = [&](int i) { return first + i < prefix ? row0 + i : node0 + path[min(first + i, last) - prefix]; };
-        fold.slice(memory, row_at, [&](int i) { return row_at(i) + kTile; }, first, after, sees, p.scale);
+        auto place_of = [&](int i) { return first + i < prefix ? row0 + i : node0 + path[min(first + i, last) - prefix]; };
+        fold.slice(memory, place_of, [&](int i) { return place_of(i) + kTile; }, first, after, sees, p.scale);
         bool lost = false; // a query that sees a broken node is lost, and only such a query
         if (gathered)
 #pragma unroll 1
@@ -280,7 +287,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
       __syncthreads();
       fetch(slots, place);
       ahead = next_tile<kOne>(ahead);
-      if (threadIdx.x < kTile) look(ahead, threadIdx.x, page, rest); // there by the next tile's end
+      if (threadIdx.x < kTile) look(ahead * kTile + threadIdx.x, page, rest); // there by the next tile's end
       place = place + 1 == held ? 0 : place + 1;
     }
     wait_copies<0>();

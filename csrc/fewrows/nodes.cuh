@@ -56,8 +56,22 @@ struct Nodes {
   // Of those that the block may need, the highest and one.
   __device__ __forceinline__ int count() const { return kTile - __clzll(static_cast<long long>(wanted | present)); }
 
+  // What a thread reads that needs no prefix: index and position of the pass's row of its number, ancestors of its warp's row.
+  struct Asked {
+    int64_t index, position;
+    uint64_t bits;
+  };
+  static __device__ __forceinline__ uint64_t bits_of(const Attention &p, int64_t line0, int row) {
+    return p.tree ? static_cast<uint64_t>(load_long(p.tree + line0 + row)) : (2ull << row) - 1ull;
+  }
+  static __device__ __forceinline__ Asked ask(const Attention &p, int64_t line0, int first_row, int rows) {
+    const int64_t line = line0 + min(static_cast<int>(threadIdx.x), p.t - 1);
+    return {load_long(p.index + line), load_long(p.positions + line), bits_of(p, line0, first_row + min(static_cast<int>(threadIdx.x >> 5), rows - 1))};
+  }
+
   // Threads of the block do it together, between two barriers of its own.
-  __device__ __forceinline__ void read(const Attention &p, int64_t line0, int first_row, int rows, int prefix, const int *pages) {
+  __device__ __forceinline__ void read(const Attention &p, const Asked &asked, int64_t line0, int first_row, int rows, int prefix,
+                                       const int *pages) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     if (threadIdx.x == 0) wanted = present = 0, end = prefix + 1;
     __syncthreads();
@@ -67,14 +81,14 @@ struct Nodes {
       slot_of[threadIdx.x] = inside ? pages[page] * p.page + static_cast<int>(row - page * p.page) : -1;
       broken[threadIdx.x] = 0;
       if (static_cast<int>(threadIdx.x) < p.t) {
-        const int64_t node = load_long(p.index + line0 + threadIdx.x) - prefix; // below zero: padding
-        position_of[threadIdx.x] = static_cast<int>(load_long(p.positions + line0 + threadIdx.x));
+        const int64_t node = asked.index - prefix; // below zero: padding
+        position_of[threadIdx.x] = static_cast<int>(asked.position);
         node_of[threadIdx.x] = static_cast<int8_t>(node >= 0 && node < kTile ? node : -1);
         if (node >= 0 && node < kTile) atomicOr(&present, 1ull << node);
       }
     }
     for (int r = warp; r < rows; r += blockDim.x / 32) {
-      const uint64_t bits = p.tree ? static_cast<uint64_t>(load_long(p.tree + line0 + first_row + r)) : (2ull << (first_row + r)) - 1ull;
+      const uint64_t bits = r == warp ? asked.bits : bits_of(p, line0, first_row + r);
       const uint64_t below = (1ull << lane) - 1ull;
       if (bits >> lane & 1ull) path[r][__popcll(bits & below)] = static_cast<uint8_t>(lane);
       if (bits >> (lane + 32) & 1ull) path[r][__popcll(bits & ((below << 32) | 0xffffffffull))] = static_cast<uint8_t>(lane + 32);
