@@ -52,7 +52,7 @@ Attention = structure(
 Vocabulary = structure("Vocabulary", p="x gamma weight logits keys tops sums", f="eps", i="rows vocabulary columns")
 Experts = structure(
     "Experts",
-    p="x gamma router gate_up down logits arrivals hidden residual y",
+    p="x gamma router gate_up down logits chosen shares arrivals hidden residual y",
     f="eps",
     i="rows columns width experts choices renormalise",
 )
@@ -225,6 +225,8 @@ class Library:
             "eagle3_experts", Experts, self.blocks,
             x=x, gamma=norm_weight, router=gate, gate_up=gate_up, down=down,
             logits=x.new_empty(rows, experts, dtype=torch.float32), arrivals=self.arrivals,
+            chosen=x.new_empty(blocks, 1 + held * MOST_CHOICES, dtype=torch.int32),
+            shares=x.new_empty(blocks, held * MOST_CHOICES, held, dtype=torch.float32),
             residual=None if residual is None else residual.contiguous(),
             hidden=x.new_empty(blocks, held * MOST_CHOICES, held, width), y=y, eps=eps, rows=rows, columns=columns,
             width=width, experts=experts, choices=rule.top_k, renormalise=int(rule.renormalise),

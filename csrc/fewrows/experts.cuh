@@ -21,6 +21,8 @@ struct Experts {
   const bf16 *gate_up;  // [experts, 2 * width, columns], gates first
   const bf16 *down;     // [experts, columns, width]
   float *logits;        // [rows, experts] scratch
+  int *chosen;          // [blocks of rows, 1 + kChosen] scratch: how many experts a block's rows chose, and which
+  float *shares;        // [blocks of rows, kChosen, kHeld] scratch: of each of those experts in each row; -1: none
   unsigned *arrivals;   // [1], zero between passes
   bf16 *hidden;         // [blocks of rows, experts of a block, its rows, width] scratch
   const bf16 *residual; // [rows, columns] or null
@@ -53,7 +55,7 @@ __device__ __forceinline__ void choose(const Experts &p, int row, float *weight,
     key[j] = e < p.experts ? sortable(value) : 0; // a row of NaN still chooses experts that exist
     most = max(most, key[j]);
   }
-  uint32_t found = __reduce_max_sync(kAll, most), best_key = 0;
+  uint32_t found = __reduce_max_sync(kAll, most), best = 0;
   const float top = sorted_value(found);
   float all = 0.f;
   if (!p.renormalise) {
@@ -61,46 +63,45 @@ __device__ __forceinline__ void choose(const Experts &p, int row, float *weight,
     for (int j = 0; j < kMany; j++) all += key[j] ? __expf(sorted_value(key[j]) - top) : 0.f;
     for (int o = 16; o; o >>= 1) all += __shfl_xor_sync(kAll, all, o);
   }
-  int best_id = 0;
+  unsigned own = 0; // of this lane's neighbours, those that are chosen
 #pragma unroll 1
   for (int k = 0; k < p.choices; k++) {
-    const int owner = __ffs(__ballot_sync(kAll, most == found)) - 1;
-    int id = 0;
-    if (lane == owner) { // its first one; ids ascend from lane to lane
+    if (lane == k) best = found;
+    const unsigned having = __ballot_sync(kAll, most == found); // lanes; ids ascend from one to the next
+    bool open = lane == __ffs(having) - 1;
+    most = 0;
 #pragma unroll
-      for (int j = kMany - 1; j >= 0; j--)
-        if (key[j] == found) id = j;
-      most = 0;
-#pragma unroll
-      for (int j = 0; j < kMany; j++) {
-        if (j == id) key[j] = 0;
-        most = max(most, key[j]);
-      }
+    for (int j = 0; j < kMany; j++) { // its first one
+      const bool taken = open && key[j] == found && !(own >> j & 1u);
+      own |= static_cast<unsigned>(taken) << j, open &= !taken;
+      most = max(most, own >> j & 1u ? 0u : key[j]);
     }
-    id = __shfl_sync(kAll, id, owner) + owner * kMany;
-    if (lane == k) best_key = found, best_id = id;
     found = __reduce_max_sync(kAll, most);
   }
-  const float raised = lane < p.choices ? __expf(sorted_value(best_key) - top) : 0.f;
-  float sum = raised;
+  float sum = lane < p.choices ? __expf(sorted_value(best) - top) : 0.f;
 #pragma unroll
   for (int o = 1; o < kChoices; o <<= 1) sum += __shfl_xor_sync(kAll, sum, o);
-  if (lane < p.choices) {
-    weight[best_id] = raised / (p.renormalise ? sum : all);
-    atomicOr(bits + (best_id >> 5), 1u << (best_id & 31));
+  sum = __shfl_sync(kAll, p.renormalise ? sum : all, 0);
+#pragma unroll
+  for (int j = 0; j < kMany; j++) {
+    if (!(own >> j & 1u)) continue;
+    const int e = lane * kMany + j;
+    weight[e] = __expf(sorted_value(key[j]) - top) / sum;
+    atomicOr(bits + (e >> 5), 1u << (e & 31));
   }
 }
 
 // What a block's rows chose.
 template <int kGroups, int kMany>
 struct Choice {
-  int list[Block<kGroups>::kChosen]; // experts, ascending
-  unsigned bits[kMany];              // the same, a bit each
+  static constexpr int kChosen = Block<kGroups>::kChosen, kHeld = Block<kGroups>::kHeld;
+  int list[kChosen];    // experts, ascending
+  unsigned bits[kMany]; // the same, a bit each
 
   // Nothing is chosen yet: what may be done before the logits are there. weight: [rows][experts], -1: not chosen.
   __device__ __forceinline__ void clear(const Experts &p, float *weight) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < Block<kGroups>::kHeld * p.experts; i += blockDim.x) weight[i] = -1.f;
+    for (int i = threadIdx.x; i < kHeld * p.experts; i += blockDim.x) weight[i] = -1.f;
     if (threadIdx.x < kMany) bits[threadIdx.x] = 0;
   }
   // Returns how many experts. All threads call it, after a barrier that follows `clear`.
@@ -109,16 +110,24 @@ struct Choice {
     for (int r = threadIdx.x >> 5; r < block.live; r += blockDim.x >> 5) choose<kMany>(p, block.first + r, weight + r * p.experts, bits);
     __syncthreads();
     int count = 0;
-#pragma unroll 1
-    for (int i = 0; i < kMany; i++) {
-      const unsigned word = bits[i];
-#pragma unroll 1
-      for (int e = threadIdx.x; e < 32; e += blockDim.x)
-        if (word >> e & 1u) list[count + __popc(word & ((1u << e) - 1u))] = i * 32 + e;
+#pragma unroll
+    for (int i = 0; i < kMany; i++) { // an expert a thread
+      const unsigned word = bits[i], e = threadIdx.x - i * 32 % 256;
+      if (e < 32 && word >> e & 1u) list[count + __popc(word & ((1u << e) - 1u))] = i * 32 + e;
       count += __popc(word);
     }
     __syncthreads();
     return count;
+  }
+  // By one block, for the next kernel, which may begin when all blocks let it: until then it is where all can read it.
+  __device__ __forceinline__ void publish(const Experts &p, const float *weight, int count) const {
+    int *const to = p.chosen + static_cast<size_t>(blockIdx.y) * (1 + kChosen);
+    float *const shares = p.shares + static_cast<size_t>(blockIdx.y) * kChosen * kHeld;
+    if (threadIdx.x == 0) to[0] = count;
+    for (int u = threadIdx.x; u < count; u += blockDim.x) to[1 + u] = list[u];
+    for (int i = threadIdx.x; i < count * kHeld; i += blockDim.x) shares[i] = weight[i % kHeld * p.experts + list[i / kHeld]];
+    __threadfence();
+    __syncthreads();
   }
 };
 
@@ -205,10 +214,10 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
   const int column = warp * kPieces * kPiece + t * 8;
   const Block<kGroups> block(p);
   const bool routes = kRoute && static_cast<int>(blockIdx.x) < router_tiles(p);
-  uint4 w[kPieces];
-  if (routes) fetch_router(p, w, column);
 #pragma unroll 1
   for (int i = threadIdx.x; p.gamma && i < p.columns / 8; i += 256) gains[i] = load_weights(p.gamma + i * 8);
+  uint4 w[kPieces];
+  if (routes) fetch_router(p, w, column);
   choice.clear(p, weight);
   __syncthreads();
   Operand<256, kPieces, kGroups> b(operand_memory);
@@ -218,16 +227,14 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
   if (kRoute) {
     if (routes) route_block(p, block, w, b, red[0]);
     if (threadIdx.x == 0) {
-      unsigned seen;
-      // the release covers the other threads' stores: a barrier lies between
-      if (routes) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p.arrivals) : "memory");
-      do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(p.arrivals) : "memory");
-      while (seen < static_cast<unsigned>(router_tiles(p)));
+      if (routes) count_up(p.arrivals); // covers the other threads' stores: a barrier lies between
+      while (counted(p.arrivals) < static_cast<unsigned>(router_tiles(p))) {}
     }
     __syncthreads();
   }
-  launch_dependents(); // the next kernel reads the logits before it waits: they are complete now
   const int chosen = choice.make(p, block, weight);
+  if (blockIdx.x == gridDim.x - 1) choice.publish(p, weight, chosen); // who has no more tiles than others
+  launch_dependents(); // the next kernel reads the choice before it waits
   const int each = p.width / 8, tiles = chosen * each;
   const size_t below = static_cast<size_t>(p.width) * p.columns;
   auto aim = [&](int at) {
@@ -264,25 +271,30 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
 
 // Down, weighted sum, residual: block x does 16 outputs; each warp a slice of every expert's width. The weights of the next
 // experts are in registers, on their way since before the wait.
-template <int kThreads, int kPieces, int kGroups, int kMany>
+template <int kThreads, int kPieces, int kGroups>
 __global__ void __launch_bounds__(kThreads, 1) combine_down(Experts p) {
   constexpr int kDepth = kInFlight / kPieces < 1 ? 1 : kInFlight / kPieces, kOwn = (kGroups * 128 + kThreads - 1) / kThreads;
-  extern __shared__ float weight[];
+  constexpr int kChosen = Block<kGroups>::kChosen, kHeld = Block<kGroups>::kHeld;
   __shared__ float red[kGroups][4 * kThreads];
-  __shared__ Choice<kGroups, kMany> choice;
+  __shared__ float share[kChosen * kHeld]; // of expert u in row r at u * kHeld + r; -1: the row did not choose it
+  __shared__ int list[kChosen];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int column = warp * kPieces * kPiece + t * 8;
   const Block<kGroups> block(p);
-  choice.clear(p, weight);
-  __syncthreads();
-  const int chosen = choice.make(p, block, weight); // the logits are older than the kernel before this one
+  // the choice is older than the kernel before this one lets it begin
+  const int *const listed = p.chosen + static_cast<size_t>(blockIdx.y) * (1 + kChosen);
+  const float *const shares = p.shares + static_cast<size_t>(blockIdx.y) * kChosen * kHeld;
+  int first_ids[kDepth];
+  const int chosen = load_int(listed);
+#pragma unroll
+  for (int d = 0; d < kDepth; d++) first_ids[d] = load_int(listed + 1 + d);
   const int out = blockIdx.x * kOutputs + g; // past the last output: of the last ones, written nowhere
   const bf16 *const top = p.down + static_cast<size_t>(min(out, p.columns - 1)) * p.width + column;
   const bf16 *const bottom = p.down + static_cast<size_t>(min(out + 8, p.columns - 1)) * p.width + column;
   Tile<kPieces> tile[kDepth];
   uint4 b[kDepth][kGroups][kPieces];
-  auto weights = [&](int d, int u) {
-    const size_t matrix = static_cast<size_t>(choice.list[u]) * p.columns * p.width;
+  auto weights = [&](int d, int e) {
+    const size_t matrix = static_cast<size_t>(e) * p.columns * p.width;
     tile[d].fetch(top + matrix, bottom + matrix);
   };
   auto rows = [&](int d, int u) { // a row that did not choose the expert is zeros
@@ -290,12 +302,16 @@ __global__ void __launch_bounds__(kThreads, 1) combine_down(Experts p) {
     for (int group = 0; group < kGroups; group++) {
       const int row = group * kRows + g;
       const bf16 *from = p.hidden + ((static_cast<size_t>(blockIdx.y) * Block<kGroups>::kChosen + u) * Block<kGroups>::kHeld + row) * p.width + column;
-      load_group(b[d][group], from, weight[row * p.experts + choice.list[u]] >= 0.f);
+      load_group(b[d][group], from, share[u * kHeld + row] >= 0.f);
     }
   };
 #pragma unroll
   for (int d = 0; d < kDepth; d++)
-    if (d < chosen) weights(d, d);
+    if (d < chosen) weights(d, first_ids[d]);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < chosen * kHeld; i += kThreads) share[i] = load_float(shares + i);
+  for (int u = threadIdx.x; u < chosen; u += kThreads) list[u] = load_int(listed + 1 + u);
+  __syncthreads();
   wait_for_predecessor();
   launch_dependents();
   if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *p.arrivals = 0;
@@ -319,7 +335,6 @@ __global__ void __launch_bounds__(kThreads, 1) combine_down(Experts p) {
     for (int d = 0; d < kDepth; d++) {
       const int u = first + d;
       if (u >= chosen) continue;
-      const int e = choice.list[u];
       float4 c[kGroups];
 #pragma unroll
       for (int group = 0; group < kGroups; group++) {
@@ -327,11 +342,11 @@ __global__ void __launch_bounds__(kThreads, 1) combine_down(Experts p) {
 #pragma unroll
         for (int i = 0; i < kPieces; i++) mma_piece(c[group], tile[d].top[i], tile[d].bottom[i], b[d][group][i]);
       }
-      if (u + kDepth < chosen) weights(d, u + kDepth), rows(d, u + kDepth);
+      if (u + kDepth < chosen) weights(d, list[u + kDepth]), rows(d, u + kDepth);
 #pragma unroll
       for (int group = 0; group < kGroups; group++) {
-        const float *own = weight + (group * kRows + 2 * t) * p.experts + e;
-        const float w0 = own[0], w1 = own[p.experts];
+        const float *own = share + u * kHeld + group * kRows + 2 * t;
+        const float w0 = own[0], w1 = own[1];
         if (w0 >= 0.f) total[group].x = fmaf(w0, c[group].x, total[group].x), total[group].z = fmaf(w0, c[group].z, total[group].z);
         if (w1 >= 0.f) total[group].y = fmaf(w1, c[group].y, total[group].y), total[group].w = fmaf(w1, c[group].w, total[group].w);
       }
@@ -360,11 +375,11 @@ inline cudaError_t launch_gate_up(const Experts &p, int multiprocessors, cudaStr
   return launch(gate_up<kPieces, kGroups, false, kMany>, dim3(blocks, held), 256, shared, stream, 1, p);
 }
 
-template <int kThreads, int kPieces, int kGroups, int kMany>
+template <int kThreads, int kPieces, int kGroups>
 inline cudaError_t launch_down(const Experts &p, cudaStream_t stream) {
   constexpr int kHeld = Block<kGroups>::kHeld;
   const dim3 grid((p.columns + kOutputs - 1) / kOutputs, (p.rows + kHeld - 1) / kHeld);
-  return launch(combine_down<kThreads, kPieces, kGroups, kMany>, grid, kThreads, static_cast<size_t>(kHeld) * p.experts * 4, stream, 1, p);
+  return launch(combine_down<kThreads, kPieces, kGroups>, grid, kThreads, 0, stream, 1, p);
 }
 
 template <int kGroups, int kMany>
@@ -379,15 +394,15 @@ inline cudaError_t experts_of(const Experts &p, int multiprocessors, cudaStream_
   }
   if (e != cudaSuccess) return e;
   switch (p.width) {
-  case 64: return launch_down<64, 1, kGroups, kMany>(p, stream);
-  case 128: return launch_down<128, 1, kGroups, kMany>(p, stream);
-  case 96: return launch_down<96, 1, kGroups, kMany>(p, stream);
-  case 192: return launch_down<192, 1, kGroups, kMany>(p, stream);
-  case 256: return launch_down<256, 1, kGroups, kMany>(p, stream);
-  case 384: return launch_down<384, 1, kGroups, kMany>(p, stream);
-  case 512: return launch_down<256, 2, kGroups, kMany>(p, stream);
-  case 768: return launch_down<384, 2, kGroups, kMany>(p, stream);
-  case 1024: return launch_down<256, 4, kGroups, kMany>(p, stream);
+  case 64: return launch_down<64, 1, kGroups>(p, stream);
+  case 128: return launch_down<128, 1, kGroups>(p, stream);
+  case 96: return launch_down<96, 1, kGroups>(p, stream);
+  case 192: return launch_down<192, 1, kGroups>(p, stream);
+  case 256: return launch_down<256, 1, kGroups>(p, stream);
+  case 384: return launch_down<384, 1, kGroups>(p, stream);
+  case 512: return launch_down<256, 2, kGroups>(p, stream);
+  case 768: return launch_down<384, 2, kGroups>(p, stream);
+  case 1024: return launch_down<256, 4, kGroups>(p, stream);
   default: return cudaErrorInvalidValue;
   }
 }

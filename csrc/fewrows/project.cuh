@@ -99,6 +99,7 @@ __host__ __device__ constexpr int resident(int threads) { return threads <= 256 
 // kPieces a warp, all of B at hand.
 template <int kThreads, int kPieces, int kGroups, bool kNorm, bool kGated>
 __global__ void __launch_bounds__(kThreads, resident(kThreads)) project(Projection p) {
+  static_assert(kPieces <= 8, "a thread asks for one piece of the gains");
   extern __shared__ uint4 operand_memory[];
   __shared__ float red[2][kGroups][4 * kThreads];
   __shared__ float partial[kGroups * (kThreads / 32) * kRows];
@@ -109,11 +110,12 @@ __global__ void __launch_bounds__(kThreads, resident(kThreads)) project(Projecti
   const bf16 *const weight = p.weight + column;
   const bf16 *top, *bottom;
   rows.aim(0, g, weight, p.outputs, p.columns, top, bottom);
+  // asked for first: what is asked for behind a tile of weights comes behind it
+  const bool has_gain = kNorm && static_cast<int>(threadIdx.x) < p.columns / 8;
+  const uint4 gain = has_gain ? load_weights(p.gamma + threadIdx.x * 8) : make_uint4(0, 0, 0, 0);
   Tile<kPieces> tile;
   tile.fetch(top, bottom);
-  if (kNorm)
-#pragma unroll 1
-    for (int i = threadIdx.x; i < p.columns / 8; i += kThreads) gains[i] = load_weights(p.gamma + i * 8);
+  if (has_gain) gains[threadIdx.x] = gain;
   Operand<kThreads, kPieces, kGroups> b(operand_memory);
   Output<kThreads, kGroups, kGated> output;
   if (kNorm) __syncthreads();
@@ -249,7 +251,7 @@ inline int grid_of(int outputs, int blocks, int step) {
 
 template <int kThreads, int kPieces, int kGroups, bool kGated>
 inline cudaError_t launch_groups(const Projection &p, int multiprocessors, cudaStream_t stream) {
-  const dim3 grid(grid_of(p.outputs, multiprocessors * resident(kThreads), kGated ? 8 : 16), (p.rows + kRows * kGroups - 1) / (kRows * kGroups));
+  const dim3 grid(grid_of(p.outputs, multiprocessors * (kThreads == 256 && kPieces == 8 && kGroups == 1 ? QKV_PER : resident(kThreads)), kGated ? 8 : 16), (p.rows + kRows * kGroups - 1) / (kRows * kGroups));
   constexpr size_t shared = Operand<kThreads, kPieces, kGroups>::kBytes;
   if (p.gamma) return launch(project<kThreads, kPieces, kGroups, true, kGated>, grid, kThreads, shared, stream, 1, p);
   return launch(project<kThreads, kPieces, kGroups, false, kGated>, grid, kThreads, shared, stream, 1, p);
