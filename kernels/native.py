@@ -21,7 +21,7 @@ from . import head, linear, native_latent, native_packed, native_routing
 from .routing import Routing
 from .structs import structure
 
-ABI = 9
+ABI = 10
 CAPABILITY = (9, 0)
 # columns of a projection, with a norm or without (project.cuh)
 COLUMNS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 2304, 2880, 4096)
@@ -31,7 +31,7 @@ HIDDEN, WIDTHS = (
     (64, 96, 128, 192, 256, 384, 512, 768, 1024),
 )  # of an expert block (experts.cuh)
 HEADS = (256, 512, 1024, 2048, 2880, 4096, 7168)  # columns of an output head (head.cuh)
-MOST_EXPERTS, MOST_CHOICES = 512, 8
+MOST_EXPERTS, MOST_CHOICES, HELD = 512, 8, 16  # held: rows of a block of them, at most
 SHARES = (1, 2, 4, 8)  # query heads a key head serves (attention.cuh)
 TILE, REACH = 64, 1024  # positions of a tile, and of the tiles that one cluster of blocks is enough for
 VECTORS, CLUSTERS, MOST_VECTORS = 16, 3, 1 << 18  # rows times heads of a part; clusters that merge; vectors of a pass
@@ -52,7 +52,7 @@ Attention = structure(
 Vocabulary = structure("Vocabulary", p="x gamma weight logits keys tops sums", f="eps", i="rows vocabulary columns")
 Experts = structure(
     "Experts",
-    p="x gamma router gate_up down logits chosen shares arrivals hidden residual y",
+    p="x gamma router gate_up down logits packets launch chosen shares hidden residual y",
     f="eps",
     i="rows columns width experts choices renormalise",
 )
@@ -130,7 +130,9 @@ class Library:
         if status or int(probe) != ABI:
             raise Unavailable(f"{path}: no code for this GPU (CUDA error {status})")
         self.blocks = torch.cuda.get_device_properties(device).multi_processor_count
-        self.arrivals = torch.zeros(1, dtype=torch.int32, device=device)  # experts.cuh: zero between passes
+        # experts.cuh: what blocks of one launch tell each other, and which launch is next
+        self.logits = torch.zeros(HELD, MOST_EXPERTS, dtype=torch.int64, device=device)
+        self.launch = torch.ones(1, dtype=torch.int32, device=device)
         self.attended = torch.zeros(MOST_VECTORS, dtype=torch.int32, device=device)  # attention.cuh: likewise
         self.routed = torch.zeros(native_routing.MOST_TILES, dtype=torch.int32, device=device)  # router.cuh: likewise
 
@@ -218,13 +220,13 @@ class Library:
         plain = rule == Routing(min(rule.top_k, MOST_CHOICES), rule.renormalise) and bias is None and correction is None
         if not (fits and plain):
             return self.base.moe(x, norm_weight, eps, gate, rule, bias, correction, gate_up, down, activation, residual)
-        held = 8 if rows <= 8 else 16  # rows of a block
+        held = 8 if rows <= 8 else HELD  # rows of a block
         blocks, x = -(-rows // held), x.contiguous()
         y = torch.empty_like(x)
         self.call(
             "eagle3_experts", Experts, self.blocks,
             x=x, gamma=norm_weight, router=gate, gate_up=gate_up, down=down,
-            logits=x.new_empty(rows, experts, dtype=torch.float32), arrivals=self.arrivals,
+            logits=x.new_empty(rows, experts, dtype=torch.float32), packets=self.logits, launch=self.launch,
             chosen=x.new_empty(blocks, 1 + held * MOST_CHOICES, dtype=torch.int32),
             shares=x.new_empty(blocks, held * MOST_CHOICES, held, dtype=torch.float32),
             residual=None if residual is None else residual.contiguous(),

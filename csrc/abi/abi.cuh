@@ -3,7 +3,7 @@
 
 namespace eagle3 {
 
-constexpr int kAbiVersion = 9;
+constexpr int kAbiVersion = 10;
 
 __global__ void abi_probe(int *out) { *out = kAbiVersion; }
 

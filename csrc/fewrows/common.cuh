@@ -76,15 +76,6 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Counters of finished work: what was stored before `count_up` is seen by whoever `counted` shows that it was counted.
-__device__ __forceinline__ void count_up(unsigned *counter) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
-}
-__device__ __forceinline__ unsigned counted(const unsigned *counter) {
-  unsigned r;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(r) : "l"(counter) : "memory");
-  return r;
-}
 // Adds one and says how many there were; what this block wrote before is seen by whoever arrives later.
 __device__ __forceinline__ unsigned arrive(unsigned *count) {
   unsigned before;

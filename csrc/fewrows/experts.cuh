@@ -5,7 +5,7 @@
 // The experts of a block are listed in ascending order, so a row adds its own in ascending order whatever rows ride along.
 #pragma once
 
-#include "common.cuh"
+#include "packets.cuh"
 #include "project.cuh"
 
 namespace eagle3 {
@@ -20,10 +20,11 @@ struct Experts {
   const bf16 *router;   // [experts, columns]
   const bf16 *gate_up;  // [experts, 2 * width, columns], gates first
   const bf16 *down;     // [experts, columns, width]
-  float *logits;        // [rows, experts] scratch
+  float *logits;        // [rows, experts] scratch, or null: rows of one block, whose logits are packets
+  uint64_t *packets;    // [16, kExperts] logits of a launch that routes its rows itself
+  unsigned *launch;     // [1] number of the next such launch; one before the first
   int *chosen;          // [blocks of rows, 1 + kChosen] scratch: how many experts a block's rows chose, and which
   float *shares;        // [blocks of rows, kChosen, kHeld] scratch: of each of those experts in each row; -1: none
-  unsigned *arrivals;   // [1], zero between passes
   bf16 *hidden;         // [blocks of rows, experts of a block, its rows, width] scratch
   const bf16 *residual; // [rows, columns] or null
   bf16 *y;              // [rows, columns]
@@ -40,19 +41,41 @@ struct Block {
       : first(blockIdx.y * kHeld), live(min(kHeld, p.rows - static_cast<int>(blockIdx.y) * kHeld)) {}
 };
 
-// The choice of one row by one warp, 32 * kMany experts at most (a lane has kMany neighbours): the best `choices` logits, lower
-// ids first among equals, weights by softmax. Writes weight[e] for chosen experts, the others keep what they hold (-1), and
-// sets their bits.
+// A lane's kMany neighbours of a row's logits: from memory, or from packets, which are waited for.
 template <int kMany>
-__device__ __forceinline__ void choose(const Experts &p, int row, float *weight, unsigned *bits) {
+__device__ __forceinline__ void load_logits(const Experts &p, int row, float (&value)[kMany]) {
+  const int first = (static_cast<int>(threadIdx.x) & 31) * kMany;
+  const float *from = p.logits + static_cast<size_t>(row) * p.experts + first;
+#pragma unroll
+  for (int j = 0; j < kMany; j++) value[j] = first + j < p.experts ? load_float(from + j) : 0.f;
+}
+template <int kMany>
+__device__ __forceinline__ void await_logits(const Experts &p, int row, unsigned tag, float (&value)[kMany]) {
+  const int first = (static_cast<int>(threadIdx.x) & 31) * kMany;
+  const uint64_t *from = p.packets + row * kExperts + first;
+  bool here;
+  do {
+    here = true;
+#pragma unroll
+    for (int j = 0; j < kMany; j += 2) {
+      if (first + j >= p.experts) continue;
+      const Packets v = load_packets(from + j);
+      here &= carries(v.a, tag) && (first + j + 1 >= p.experts || carries(v.b, tag));
+      value[j] = value_of(v.a), value[j + 1] = value_of(v.b);
+    }
+  } while (!__all_sync(kAll, here));
+}
+
+// The choice of one row by one warp, 32 * kMany experts at most; value: logits of a lane's kMany neighbours. The best `choices`
+// of them, lower ids first among equals, weights by softmax. Writes weight[e] for chosen experts, the others keep what they hold
+// (-1), and sets their bits.
+template <int kMany>
+__device__ __forceinline__ void choose(const Experts &p, const float (&value)[kMany], float *weight, unsigned *bits) {
   const int lane = threadIdx.x & 31;
-  const float *logits = p.logits + static_cast<size_t>(row) * p.experts;
   uint32_t key[kMany], most = 0;
 #pragma unroll
   for (int j = 0; j < kMany; j++) {
-    const int e = lane * kMany + j;
-    const float value = e < p.experts ? load_float(logits + e) : 0.f;
-    key[j] = e < p.experts ? sortable(value) : 0; // a row of NaN still chooses experts that exist
+    key[j] = lane * kMany + j < p.experts ? sortable(value[j]) : 0; // a row of NaN still chooses experts that exist
     most = max(most, key[j]);
   }
   uint32_t found = __reduce_max_sync(kAll, most), best = 0;
@@ -104,10 +127,15 @@ struct Choice {
     for (int i = threadIdx.x; i < kHeld * p.experts; i += blockDim.x) weight[i] = -1.f;
     if (threadIdx.x < kMany) bits[threadIdx.x] = 0;
   }
-  // Returns how many experts. All threads call it, after a barrier that follows `clear`.
-  __device__ __forceinline__ int make(const Experts &p, const Block<kGroups> &block, float *weight) {
+  // Returns how many experts. All threads call it, after a barrier that follows `clear`; load(row of the block, value): logits.
+  template <class Load>
+  __device__ __forceinline__ int make(const Experts &p, const Block<kGroups> &block, float *weight, Load load) {
 #pragma unroll 1
-    for (int r = threadIdx.x >> 5; r < block.live; r += blockDim.x >> 5) choose<kMany>(p, block.first + r, weight + r * p.experts, bits);
+    for (int r = threadIdx.x >> 5; r < block.live; r += blockDim.x >> 5) {
+      float value[kMany] = {};
+      load(r, value);
+      choose<kMany>(p, value, weight + r * p.experts, bits);
+    }
     __syncthreads();
     int count = 0;
 #pragma unroll
@@ -141,12 +169,13 @@ __device__ __forceinline__ float4 sum_of_warps(const float4 *red) {
 }
 
 // Router logits of the block's rows for 8 experts, whose weights are in `w`: half a tile leaves registers for the norm.
+// store(row of the block, expert, logit).
 constexpr int kRouterOutputs = 8;
 inline __host__ __device__ int router_tiles(const Experts &p) { return (p.experts + kRouterOutputs - 1) / kRouterOutputs; }
 
-template <int kPieces, int kGroups>
+template <int kPieces, int kGroups, class Store>
 __device__ __forceinline__ void route_block(const Experts &p, const Block<kGroups> &block, const uint4 (&w)[kPieces],
-                                      const Operand<256, kPieces, kGroups> &b, float4 (*red)[8 * 32]) {
+                                            const Operand<256, kPieces, kGroups> &b, float4 (*red)[8 * 32], Store store) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 #pragma unroll
   for (int group = 0; group < kGroups; group++) {
@@ -163,11 +192,9 @@ __device__ __forceinline__ void route_block(const Experts &p, const Block<kGroup
   if (warp < kGroups) {
     const float4 v = sum_of_warps(red[warp]);
     const int row = warp * kRows + 2 * (lane & 3), e = blockIdx.x * kRouterOutputs + (lane >> 2);
-    float *to = p.logits + static_cast<size_t>(block.first + row) * p.experts + e;
-    if (e < p.experts && row < block.live) to[0] = v.x;
-    if (e < p.experts && row + 1 < block.live) to[p.experts] = v.y;
+    if (e < p.experts && row < block.live) store(row, e, v.x);
+    if (e < p.experts && row + 1 < block.live) store(row + 1, e, v.y);
   }
-  __syncthreads();
 }
 
 // The router's rows of this block; past the last expert, its own again.
@@ -197,7 +224,7 @@ __global__ void __launch_bounds__(256, 2) router(Experts p) {
   launch_dependents();
   b.template load<true>(p.x + column, p.columns, block.first, p.rows, p.gamma ? reinterpret_cast<const bf16 *>(gains) + column : nullptr,
                         partial, p.columns, p.eps);
-  route_block(p, block, w, b, red);
+  route_block(p, block, w, b, red, [&](int row, int e, float v) { p.logits[static_cast<size_t>(block.first + row) * p.experts + e] = v; });
 }
 
 // Gate, up and activation, a tile of 8 gates and their 8 ups at a time, dealt to the blocks in turn. With kRoute the first
@@ -224,15 +251,14 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
   wait_for_predecessor();
   b.template load<true>(p.x + column, p.columns, block.first, p.rows, p.gamma ? reinterpret_cast<const bf16 *>(gains) + column : nullptr,
                         partial, p.columns, p.eps);
+  int chosen;
   if (kRoute) {
-    if (routes) route_block(p, block, w, b, red[0]);
-    if (threadIdx.x == 0) {
-      if (routes) count_up(p.arrivals); // covers the other threads' stores: a barrier lies between
-      while (counted(p.arrivals) < static_cast<unsigned>(router_tiles(p))) {}
-    }
-    __syncthreads();
+    const unsigned tag = load_int(reinterpret_cast<const int *>(p.launch));
+    if (routes) route_block(p, block, w, b, red[0], [&](int row, int e, float v) { store_packet(p.packets + row * kExperts + e, v, tag); });
+    chosen = choice.make(p, block, weight, [&](int row, float (&value)[kMany]) { await_logits<kMany>(p, row, tag, value); });
+  } else {
+    chosen = choice.make(p, block, weight, [&](int row, float (&value)[kMany]) { load_logits<kMany>(p, block.first + row, value); });
   }
-  const int chosen = choice.make(p, block, weight);
   if (blockIdx.x == gridDim.x - 1) choice.publish(p, weight, chosen); // who has no more tiles than others
   launch_dependents(); // the next kernel reads the choice before it waits
   const int each = p.width / 8, tiles = chosen * each;
@@ -284,10 +310,14 @@ __global__ void __launch_bounds__(kThreads, 1) combine_down(Experts p) {
   // the choice is older than the kernel before this one lets it begin
   const int *const listed = p.chosen + static_cast<size_t>(blockIdx.y) * (1 + kChosen);
   const float *const shares = p.shares + static_cast<size_t>(blockIdx.y) * kChosen * kHeld;
+  constexpr int kShares = (kChosen * kHeld + kThreads - 1) / kThreads;
   int first_ids[kDepth];
-  const int chosen = load_int(listed);
+  float own_share[kShares]; // all at once, and before the weights: what is asked for behind those comes behind them
+  const int chosen = load_int(listed), own_id = static_cast<int>(threadIdx.x) < kChosen ? load_int(listed + 1 + threadIdx.x) : 0;
 #pragma unroll
   for (int d = 0; d < kDepth; d++) first_ids[d] = load_int(listed + 1 + d);
+#pragma unroll
+  for (int k = 0; k < kShares; k++) own_share[k] = threadIdx.x + k * kThreads < kChosen * kHeld ? load_float(shares + threadIdx.x + k * kThreads) : 0.f;
   const int out = blockIdx.x * kOutputs + g; // past the last output: of the last ones, written nowhere
   const bf16 *const top = p.down + static_cast<size_t>(min(out, p.columns - 1)) * p.width + column;
   const bf16 *const bottom = p.down + static_cast<size_t>(min(out + 8, p.columns - 1)) * p.width + column;
@@ -308,13 +338,16 @@ __global__ void __launch_bounds__(kThreads, 1) combine_down(Experts p) {
 #pragma unroll
   for (int d = 0; d < kDepth; d++)
     if (d < chosen) weights(d, first_ids[d]);
-#pragma unroll 1
-  for (int i = threadIdx.x; i < chosen * kHeld; i += kThreads) share[i] = load_float(shares + i);
-  for (int u = threadIdx.x; u < chosen; u += kThreads) list[u] = load_int(listed + 1 + u);
+#pragma unroll
+  for (int k = 0; k < kShares; k++)
+    if (threadIdx.x + k * kThreads < kChosen * kHeld) share[threadIdx.x + k * kThreads] = own_share[k];
+  if (threadIdx.x < kChosen) list[threadIdx.x] = own_id;
+  if (kThreads < kChosen)
+    for (int u = threadIdx.x + kThreads; u < chosen; u += kThreads) list[u] = load_int(listed + 1 + u);
   __syncthreads();
   wait_for_predecessor();
   launch_dependents();
-  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *p.arrivals = 0;
+  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) ++*p.launch; // the kernel that reads it is done
   float before[kOwn]; // the residual of the outputs that this thread will write
 #pragma unroll
   for (int k = 0; k < kOwn; k++) {

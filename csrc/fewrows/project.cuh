@@ -251,7 +251,9 @@ inline int grid_of(int outputs, int blocks, int step) {
 
 template <int kThreads, int kPieces, int kGroups, bool kGated>
 inline cudaError_t launch_groups(const Projection &p, int multiprocessors, cudaStream_t stream) {
-  const dim3 grid(grid_of(p.outputs, multiprocessors * (kThreads == 256 && kPieces == 8 && kGroups == 1 ? QKV_PER : resident(kThreads)), kGated ? 8 : 16), (p.rows + kRows * kGroups - 1) / (kRows * kGroups));
+  // a normed projection comes before attention, whose blocks begin beside it where it leaves them half of the registers
+  const int places = p.gamma && !kGated && kGroups == 1 ? 1 : resident(kThreads);
+  const dim3 grid(grid_of(p.outputs, multiprocessors * places, kGated ? 8 : 16), (p.rows + kRows * kGroups - 1) / (kRows * kGroups));
   constexpr size_t shared = Operand<kThreads, kPieces, kGroups>::kBytes;
   if (p.gamma) return launch(project<kThreads, kPieces, kGroups, true, kGated>, grid, kThreads, shared, stream, 1, p);
   return launch(project<kThreads, kPieces, kGroups, false, kGated>, grid, kThreads, shared, stream, 1, p);
