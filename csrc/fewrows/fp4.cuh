@@ -2,7 +2,8 @@
 // power of two of each group, one byte. Gate and up rows lie in turn; sizes are whole groups.
 #pragma once
 
-#include "packed.cuh"
+#include "packed_down.cuh"
+#include "packed_gate_up.cuh"
 
 namespace eagle3 {
 

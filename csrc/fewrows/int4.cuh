@@ -2,7 +2,8 @@
 // and a bf16 scale of each group. A weight is (code - 8) * scale, rounded once.
 #pragma once
 
-#include "packed.cuh"
+#include "packed_down.cuh"
+#include "packed_gate_up.cuh"
 
 namespace eagle3 {
 
