@@ -188,6 +188,10 @@ class TP:
         """Key and value heads of `heads` that a rank holds: its part of them, or one that it shares with others."""
         return max(1, heads // self.size)
 
+    def known(self, ids, share):
+        """Ids [N] of a vocabulary of which each rank holds `share`, as this rank's embedding is asked for them."""
+        return ids
+
     def all_reduce(self, x):
         """Sum over ranks of x [N, D], in rank order in fp32: the same bits on every rank."""
         return x if self.size == 1 else self.links.sum(x)

@@ -32,6 +32,14 @@ def test_a_slice_runs_and_says_so(tmp_path, kind, shape):
     assert len(result.token_ids) == 9 and max(result.token_ids) < 16  # its share of 64 ids
 
 
+def test_rows_of_a_slice_differ(tmp_path):
+    """Ids that other ranks hold, too. Mutant: rows of zeros, which route alike, so that experts are read once for all."""
+    (tmp_path / "c.json").write_text(json.dumps({"target": CONFIGS["latent"]}))
+    part = Engine.load(random=str(tmp_path / "c.json"), tp_slice=4, **SIZES)
+    rows = part.target.embedding(torch.tensor([-1, 3, 17, 34, 63]))
+    assert rows.abs().sum(1).min() > 0 and len(rows.unique(dim=0)) == 5
+
+
 def test_a_slice_adds_nothing_twice():
     """Its part of a sum with the residual once. Mutant: the residual times the ranks."""
     tp, x = Slice.of(4), torch.ones(2, 3)

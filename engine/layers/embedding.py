@@ -17,8 +17,8 @@ class Embedding:
         return (tokens, self.weight) if self.tp.size == 1 else (None, self._summed(tokens))
 
     def _summed(self, tokens):
-        first = self.tp.rank * self.weight.shape[0]
-        return self.tp.all_reduce(self.ops.embed_share(tokens, self.weight, first))
+        rows = self.weight.shape[0]
+        return self.tp.all_reduce(self.ops.embed_share(self.tp.known(tokens, rows), self.weight, self.tp.rank * rows))
 
 
 class Head:
