@@ -33,7 +33,7 @@ def test_a_slice_runs_and_says_so(tmp_path, kind, shape):
 
 
 def test_rows_of_a_slice_differ(tmp_path):
-    """Ids that other ranks hold, too. Mutant: rows of zeros, which route alike, so that experts are read once for all."""
+    """Ids that other ranks hold, too. Mutant: rows of zeros, which route alike and read few experts."""
     (tmp_path / "c.json").write_text(json.dumps({"target": CONFIGS["latent"]}))
     part = Engine.load(random=str(tmp_path / "c.json"), tp_slice=4, **SIZES)
     rows = part.target.embedding(torch.tensor([-1, 3, 17, 34, 63]))
