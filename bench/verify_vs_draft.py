@@ -139,7 +139,7 @@ def new_tokens(o, engine: Engine, prompts: list[list[int]]) -> int:
 
 
 def measured(o, engine: Engine, prompts: list[list[int]], read: list[float], keep) -> list[Figure]:
-    """Every figure of the run; keep(figures) is called with those of the cycles before the parts that follow."""
+    """Every figure of the run; keep(figures) is called with those of the cycles after every round of them."""
     parts = engine.parts
     tokens, length = new_tokens(o, engine, prompts), len(prompts[0])
     if tokens < 4:
@@ -152,14 +152,16 @@ def measured(o, engine: Engine, prompts: list[list[int]], read: list[float], kee
     work = len(shapes) * (o.rounds + 2)
     with tqdm(total=work, desc="shapes", unit="", disable=None, leave=False) as bar:
         stages.warm(engine, prompts, shapes)
-        timed = stages.stamped(engine, prompts, tokens, shapes, o.rounds, bar)
+        counts = stages.routed(engine, target, prompts, tokens, shapes, bar)
+        speed, size, chains = results.quantile(read, 0.5), Bytes.of(target, drafter, parts.dtype), [*map(chain, o.rows)]
+        traffic, timed = stages.Traffic(size, counts, length + tokens // 2, speed, o.batch), stages.Timed()
+        for number in range(o.rounds):  # a run that is ended keeps its whole rounds
+            turn = shapes if number % 2 == 0 else shapes[::-1]
+            stages.stamped(engine, prompts, tokens, turn, 1, bar, timed)
+            keep(stages.figures(timed, {}, traffic, chains, drafter is not None))
         stages.unstamped(engine, prompts, tokens, shapes, timed)
         rows = sorted({s.draft_tokens for s in shapes}) if o.tp > 1 else []  # a slice leaves its sums out
         sums = collectives.of_a_pass(parts, rows)
-        speed, size = results.quantile(read, 0.5), Bytes.of(target, drafter, parts.dtype)
-        chains = [chain(n) for n in o.rows]
-        counts = stages.routed(engine, target, prompts, tokens, shapes, bar)
-        traffic = stages.Traffic(size, counts, length + tokens // 2, speed, o.batch)
         keep([*stages.figures(timed, {}, traffic, chains, drafter is not None), *sums])
         alone = stages.alone(engine, prompts, tokens, shapes, o.repeats, bar)
     made = Figure.of

@@ -312,10 +312,11 @@ def test_verify_vs_draft_measures_what_it_says(tmp_path, capsys):
     assert "break_even.4-4-16" in capsys.readouterr().out
 
 
-def test_what_was_measured_is_kept(tmp_path, monkeypatch):
+@pytest.mark.parametrize("part", ["unstamped", "alone"])
+def test_what_was_measured_is_kept(tmp_path, monkeypatch, part):
     """When a later part fails, with the floors of the experts that were read. Mutants: everything is written at the
-    end; floors that leave the experts out."""
-    monkeypatch.setattr(verify_vs_draft.stages, "alone", lambda *_: 1 / 0)
+    end, or nothing before all rounds and what follows them are through; floors that leave the experts out."""
+    monkeypatch.setattr(verify_vs_draft.stages, part, lambda *_: 1 / 0)
     argv = ["--rows", "1", "--rounds", "1", "--tokens", "8", "--context", "24", "--device", "cpu", "--json"]
     with pytest.raises(ZeroDivisionError):
         verify_vs_draft.main([*argv, str(tmp_path / "run.json")])
