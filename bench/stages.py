@@ -81,27 +81,19 @@ def warm(engine: Engine, prompt: list, shapes: list[Shape]) -> None:
             engine.generate(each(prompt), sampling(2 * shape.path + 1), shape=shape, profile=profile)
 
 
-def stamped(
-    engine: Engine, prompt, tokens: int, shapes: list[Shape], rounds: int, bar, found: Timed | None = None
-) -> Timed:
-    """Stage times of warm shapes by the stamps that their own cycles write; every other round runs backwards.
-
-    found: takes them, beside what it has.
-    """
-    found = Timed() if found is None else found
-    for number in range(rounds):
-        for shape in shapes if number % 2 == 0 else reversed(shapes):
-            profile = Profile()
-            done = engine.generate(each(prompt), sampling(tokens), shape=shape, profile=profile)
-            own = found.series.setdefault(shape, {})
-            for name, values in profile.series().items():
-                late = values[SKIPPED:] if len(values) > 2 * SKIPPED else values
-                own.setdefault(name, []).extend(round(x, 5) for x in late)
-            for result in done:
-                found.cycles[shape] = found.cycles.get(shape, Acceptance()) + Acceptance.of(result.cycles)
-                found.prefill.append(result.prefill_ms)
-            bar.update(1)
-    return found
+def stamped(engine: Engine, prompt, tokens: int, shapes: list[Shape], bar, found: Timed) -> None:
+    """Stage times of a run of each warm shape, by the stamps that its own cycles write, into `found`."""
+    for shape in shapes:
+        profile = Profile()
+        done = engine.generate(each(prompt), sampling(tokens), shape=shape, profile=profile)
+        own = found.series.setdefault(shape, {})
+        for name, values in profile.series().items():
+            late = values[SKIPPED:] if len(values) > 2 * SKIPPED else values
+            own.setdefault(name, []).extend(round(x, 5) for x in late)
+        for result in done:
+            found.cycles[shape] = found.cycles.get(shape, Acceptance()) + Acceptance.of(result.cycles)
+            found.prefill.append(result.prefill_ms)
+        bar.update(1)
 
 
 def unstamped(engine: Engine, prompt, tokens: int, shapes: list[Shape], found: Timed) -> None:

@@ -127,7 +127,7 @@ def rounds(o, engine: Engine, prompts: list[list[int]], oracle: Oracle | None, b
             first[shape].append(result)
         bar.update(1)
         if at == turn % len(prompts):
-            stages.stamped(engine, prompts[at], o.new_tokens, [shape], 1, bar, timed)
+            stages.stamped(engine, prompts[at], o.new_tokens, [shape], bar, timed)
     return taken, timed, first, costs.table()
 
 

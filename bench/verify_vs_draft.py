@@ -155,9 +155,8 @@ def measured(o, engine: Engine, prompts: list[list[int]], read: list[float], kee
         counts = stages.routed(engine, target, prompts, tokens, shapes, bar)
         speed, size, chains = results.quantile(read, 0.5), Bytes.of(target, drafter, parts.dtype), [*map(chain, o.rows)]
         traffic, timed = stages.Traffic(size, counts, length + tokens // 2, speed, o.batch), stages.Timed()
-        for number in range(o.rounds):  # a run that is ended keeps its whole rounds
-            turn = shapes if number % 2 == 0 else shapes[::-1]
-            stages.stamped(engine, prompts, tokens, turn, 1, bar, timed)
+        for number in range(o.rounds):  # every other one backwards; a run that is ended keeps its whole rounds
+            stages.stamped(engine, prompts, tokens, shapes if number % 2 == 0 else shapes[::-1], bar, timed)
             keep(stages.figures(timed, {}, traffic, chains, drafter is not None))
         stages.unstamped(engine, prompts, tokens, shapes, timed)
         rows = sorted({s.draft_tokens for s in shapes}) if o.tp > 1 else []  # a slice leaves its sums out

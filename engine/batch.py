@@ -1,6 +1,6 @@
 """What one forward pass sees."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,6 +27,18 @@ class Batch:
     def rows(self):
         """B, T."""
         return self.tokens.shape
+
+    @property
+    def whole(self):
+        """The same for layers of which every row is needed."""
+        return replace(self, wanted=None)
+
+    def going_on(self, q, residual):
+        """Rows that go on where keys and values are written: all of q and residual [N, …] and `prefix`, or the wanted
+        row of both and the committed rows before it."""
+        if self.wanted is None:
+            return q, residual, self.prefix
+        return q[self.wanted], residual[self.wanted], self.prefix + self.wanted
 
     @classmethod
     def causal(cls, tokens, start, pages, wanted=None):

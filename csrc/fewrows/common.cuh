@@ -100,6 +100,16 @@ __device__ __forceinline__ uint32_t sortable(float v) {
 __device__ __forceinline__ float sorted_value(uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
+__device__ __forceinline__ float warp_sum(float v) {
+#pragma unroll
+  for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(kAll, v, o);
+  return v;
+}
+__device__ __forceinline__ float warp_max(float v) {
+#pragma unroll
+  for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(kAll, v, o));
+  return v;
+}
 // Where a block's even share of `count` begins; 64-bit divisions are long code. count * blocks stays below 2^32.
 __device__ __forceinline__ int share_begin(int count, unsigned block) {
   return static_cast<int>(static_cast<unsigned>(count) * block / gridDim.x);

@@ -39,9 +39,7 @@ __device__ __forceinline__ void turn(float (&v)[kWidth / 32], const float (&gain
     float sum = 0.f;
 #pragma unroll
     for (int j = 0; j < kWidth / 32; j++) sum = fmaf(v[j], v[j], sum);
-#pragma unroll
-    for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(kAll, sum, o);
-    const float scale = rsqrtf(sum * (1.f / kWidth) + eps);
+    const float scale = rsqrtf(warp_sum(sum) * (1.f / kWidth) + eps);
 #pragma unroll
     for (int j = 0; j < kWidth / 32; j++) v[j] = rounded(v[j] * scale * gain[j]);
   }

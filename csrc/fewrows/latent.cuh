@@ -61,9 +61,7 @@ __device__ __forceinline__ void write_latent(const LatentQueries &p, int row) {
   int64_t slot = 0; // of nobody
   if (index >= 0 && index < static_cast<int64_t>(p.columns) * p.page)
     slot = static_cast<int64_t>(p.pages[static_cast<int64_t>(row / p.t) * p.table + index / p.page]) * p.page + index % p.page;
-  float sum = product_of(v, v);
-#pragma unroll
-  for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(kAll, sum, o);
+  const float sum = warp_sum(product_of(v, v));
   const float scale = rsqrtf(sum * (1.f / kLatent) + p.eps);
   bf16 *to = p.plane + static_cast<size_t>(slot) * kLatentRow;
 #pragma unroll
@@ -274,15 +272,11 @@ __global__ void __launch_bounds__(kLatentThreads, 1) latent_attend(LatentAttenti
 #pragma unroll
       for (int n = 1; n < kScoreParts; n++) score += from[n * 16 * kScorePitch];
       score = sees ? score * p.scale : -INFINITY;
-      float most = score;
-#pragma unroll
-      for (int o = 16; o; o >>= 1) most = fmaxf(most, __shfl_xor_sync(kAll, most, o));
+      const float most = warp_max(score);
       const float now = fmaxf(top[i], most), base = now == -INFINITY ? 0.f : now, kept = exp2f(top[i] - base);
       float sum = rounded(exp2f(score - base));
       weights[m * kScorePitch + lane] = __float2bfloat16(sum);
-#pragma unroll
-      for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(kAll, sum, o);
-      norm[i] = norm[i] * kept + sum;
+      norm[i] = norm[i] * kept + warp_sum(sum);
       top[i] = now;
       if (lane == 0) keep[m] = kept;
     }
@@ -371,14 +365,10 @@ __global__ void __launch_bounds__(256) latent_values(LatentAttention p) {
       top[j] = own < count ? load_float(p.stats + (at + own) * 2) : -INFINITY;
       norm[j] = own < count ? load_float(p.stats + (at + own) * 2 + 1) : 0.f;
     }
-    float high = fmaxf(top[0], top[1]);
-#pragma unroll
-    for (int o = 16; o; o >>= 1) high = fmaxf(high, __shfl_xor_sync(kAll, high, o));
+    float high = warp_max(fmaxf(top[0], top[1]));
     high = high == -INFINITY ? 0.f : high;
     const float share[2] = {exp2f(top[0] - high), exp2f(top[1] - high)};
-    float sum = norm[0] * share[0] + norm[1] * share[1];
-#pragma unroll
-    for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(kAll, sum, o);
+    const float sum = warp_sum(norm[0] * share[0] + norm[1] * share[1]);
     float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 1
     for (int c0 = 0; c0 < count; c0 += kBatch)

@@ -62,6 +62,30 @@ struct Constant {
   static constexpr int value = kValue;
 };
 
+// Whether one of several spans' scales is too large for one multiplication.
+template <class F, int kSpans>
+__device__ __forceinline__ bool any_large(const Codes<F> (&codes)[kSpans]) {
+  bool large = false;
+#pragma unroll
+  for (int q = 0; q < kSpans; q++) large |= F::large(codes[q].stored);
+  return large;
+}
+template <class F, int kHalves, int kSpans>
+__device__ __forceinline__ bool any_large(const Codes<F> (&codes)[kHalves][kSpans]) {
+  bool large = false;
+#pragma unroll
+  for (int h = 0; h < kHalves; h++) large |= any_large(codes[h]);
+  return large;
+}
+// multiply(Constant<true>) where a lane of the warp has such a scale, else multiply(Constant<false>), which is cheaper.
+template <class Multiply>
+__device__ __forceinline__ void multiply_by_need(bool large, Multiply multiply) {
+  if (__any_sync(kAll, large))
+    multiply(Constant<true>());
+  else
+    multiply(Constant<false>());
+}
+
 // Columns of a row of `hidden`: whole units.
 template <class P>
 __host__ __device__ __forceinline__ int padded_width(const P &p) {

@@ -106,7 +106,8 @@ struct NothingBeside {
 };
 
 // Down, bias, weighted sum, shared expert, residual. Blocks share the outputs evenly, kHalves times 8 at most; the warps of a
-// block share the experts and the parts of their width, codes of kDepth times kSpans spans are on their way. Sums lie in shared memory by a row's own experts, in ascending order.
+// block share the experts and the parts of their width, codes of kDepth times kSpans spans are on their way. Sums lie in shared
+// memory by a row's own experts, in ascending order.
 template <class P, int kWarps, int kHalves, int kSpans, int kDepth, int kResident>
 __global__ void __launch_bounds__(kWarps * 32, kResident) packed_down(P p) {
   using F = typename P::Format;
@@ -192,13 +193,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_down(P p) {
         rows(now, q);
       }
     };
-    bool large = false;
-#pragma unroll
-    for (int i = 0; i < kHalves * kSpans; i++) large |= F::large(half[d][i / kSpans][i % kSpans].stored);
-    if (__any_sync(kAll, large))
-      multiply_all(Constant<true>());
-    else
-      multiply_all(Constant<false>());
+    multiply_by_need(any_large(half[d]), multiply_all);
     if (more) ahead.next(parts);
     if (now.job == old.job) return;
 #pragma unroll
@@ -304,13 +299,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) packed_down_spread(P p) {
         if (u + 1 < count) rows(u + 1, q);
       }
     };
-    bool large = false;
-#pragma unroll
-    for (int i = 0; i < kHalves * kSpans; i++) large |= F::large(half[d][i / kSpans][i % kSpans].stored);
-    if (__any_sync(kAll, large))
-      multiply_all(Constant<true>());
-    else
-      multiply_all(Constant<false>());
+    multiply_by_need(any_large(half[d]), multiply_all);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int r = 2 * t + i;

@@ -113,13 +113,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_gate_up(P p) {
         if (more) fetch(d, q);
       }
     };
-    bool large = false;
-#pragma unroll
-    for (int q = 0; q < kSpans; q++) large |= F::large(top[d][q].stored) | F::large(bottom[d][q].stored);
-    if (__any_sync(kAll, large))
-      multiply_all(Constant<true>());
-    else
-      multiply_all(Constant<false>());
+    multiply_by_need(any_large(top[d]) | any_large(bottom[d]), multiply_all);
     Sums &sums = red[turn & 1];
     sums.of[warp][lane] = add(c, odd);
     __syncthreads();

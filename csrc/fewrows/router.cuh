@@ -31,12 +31,6 @@ struct Router {
   int rows, columns, width, experts, choices, score, renormalise, groups, top_groups, group_best;
 };
 
-__device__ __forceinline__ float warp_max(float v) {
-#pragma unroll
-  for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(kAll, v, o));
-  return v;
-}
-
 // One row's experts in a warp: lane l holds l, l + 32, …
 template <int kMany>
 struct Candidates {

@@ -78,7 +78,7 @@ __device__ __forceinline__ void choose(const Experts &p, const float (&value)[kM
   if (!p.renormalise) {
 #pragma unroll
     for (int j = 0; j < kMany; j++) all += key[j] ? __expf(sorted_value(key[j]) - top) : 0.f;
-    for (int o = 16; o; o >>= 1) all += __shfl_xor_sync(kAll, all, o);
+    all = warp_sum(all);
   }
   unsigned own = 0; // of this lane's neighbours, those that are chosen
 #pragma unroll 1

@@ -20,12 +20,6 @@ __device__ __forceinline__ uint4 gained(const uint4 &x, const uint4 &gains, floa
   return out;
 }
 
-__device__ __forceinline__ float warp_sum(float v) {
-#pragma unroll
-  for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(kAll, v, o);
-  return v;
-}
-
 // A group's rows in shared memory, [rows][kPitch] chunks of 8 columns. kThreads / 32 warps, each a slice of kPieces pieces.
 template <int kThreads, int kPieces>
 struct StagedRows {

@@ -163,7 +163,7 @@ class Eagle3:
             self.config.eps,
             self.normed,
         )
-        whole, last = dataclasses.replace(batch, wanted=None), len(self.layers) - 1
+        whole, last = batch.whole, len(self.layers) - 1
         for i, layer in enumerate(self.layers):
             x = hidden = layer(x, hidden, batch if i == last else whole, cache.layer("draft", i), cache.page_size)
         return hidden

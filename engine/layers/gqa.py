@@ -40,20 +40,14 @@ class GQA:
         """x: [N, width] (the residual itself where this block norms it); residual: [N, hidden]; after: the Norm that
         follows -> [N, hidden], and what `after` makes of it or None (TP.add_and_norm); the rows batch.wanted alone
         where it names any."""
-        keys, values = planes
-        norm_weight, places = (
-            None if self.norm is None else self.norm.weight,
-            (batch.positions, batch.index, batch.pages),
-        )
-        given = x, norm_weight, self.eps, self.weight, self.bias, self.q_norm, self.k_norm, self.cos_sin, *places
-        given, how = (*given, page_size, keys, values), (self.scale, self.window, self.sinks)
+        norm_weight = None if self.norm is None else self.norm.weight
+        weights = self.weight, self.bias, self.q_norm, self.k_norm, self.cos_sin
+        written = batch.positions, batch.index, batch.pages, page_size, *planes
+        how = self.scale, self.window, self.sinks
         if batch.wanted is None:
-            y = self.ops.attend(*given, batch.prefix, batch.tree, *how)
+            y = self.ops.attend(x, norm_weight, self.eps, *weights, *written, batch.prefix, batch.tree, *how)
         else:
-            q, prefix, residual = (
-                self.ops.qkv(*given)[batch.wanted],
-                batch.prefix + batch.wanted,
-                residual[batch.wanted],
-            )
-            y = self.ops.attention(q, keys, values, batch.pages, prefix, None, page_size, *how)
+            q = self.ops.qkv(x, norm_weight, self.eps, *weights, *written)
+            q, residual, prefix = batch.going_on(q, residual)
+            y = self.ops.attention(q, *planes, batch.pages, prefix, None, page_size, *how)
         return self.out.and_norm(y, residual, after)

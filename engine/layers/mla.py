@@ -67,8 +67,6 @@ class MLA:
             page_size,
             planes[0],
         )
-        prefix = batch.prefix
-        if batch.wanted is not None:
-            q, prefix, residual = q[batch.wanted], prefix + batch.wanted, residual[batch.wanted]
+        q, residual, prefix = batch.going_on(q, residual)
         y = self.ops.mla_attention(q, planes[0], self.v_up, batch.pages, prefix, batch.tree, page_size, self.scale)
         return self.out.and_norm(y, residual, after)

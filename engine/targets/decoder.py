@@ -1,7 +1,5 @@
 """What targets of grouped-query attention share: embedding, layers, head, and the features they hand out."""
 
-import dataclasses
-
 import torch
 
 from weights.capture import FINAL
@@ -68,7 +66,7 @@ class Decoder:
         no feature needs more."""
         x = self.embedding(batch.tokens.reshape(-1))
         aux = [x] if 0 in self.boundaries else []
-        whole, last = dataclasses.replace(batch, wanted=None), len(self.layers) - 1
+        whole, last = batch.whole, len(self.layers) - 1
         for i, layer in enumerate(self.layers):
             rows = batch if i == last and not {last + 1, FINAL} & set(self.boundaries) else whole
             x = layer(x, x, rows, cache.layer("target", i), cache.page_size)
