@@ -20,7 +20,7 @@ class Linked(Library):
     def __init__(self, library, links):
         vars(self).update(vars(library))
         self.library, self.links = library, links
-        two = f"two-shot above {peers.ONE_SHOT} rows or, with a norm, {peers.NORMED} elements"
+        two = f"two-shot above {peers.ONE_SHOT} rows or {peers.ONE_SHOT_ELEMENTS} elements"
         self.name = f"one-shot over peer memory, {two}; beyond {links.rows} rows {library.name}"
 
     def sum(self, x, residual=None):

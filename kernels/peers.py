@@ -19,10 +19,10 @@ SIZES = range(2, 9)  # ranks
 ONE_SHOT = 64  # rows up to which everybody sends its rows to everybody
 ROWS = 512  # rows of a sum
 COLUMNS = 8192
-# Elements up to which a sum that makes a norm too goes in one shot. On two H200s (h200x2-collectives.json of
-# bench/results) 4 x 7168 and 16 x 2048 took 4.1 and 3.9 us so, 16 x 7168 took 265 where two shots took 6.0. The cause
-# is not known; between these sizes nothing was measured.
-NORMED = 32_768
+# Elements up to which a sum goes in one shot. On two H200s (h200x2-collectives-rows.json in bench/results) 8 x 7168
+# took 3.0 us so, but 144 once in fifteen replays; 12 x 7168 took 201, 32 x 7168 took 490, in two shots 4.0 and 6.5. What
+# collapses there is not known; in two shots nothing did.
+ONE_SHOT_ELEMENTS = 32_768
 PATIENCE = 120.0  # seconds: other ranks may still be compiling kernels
 HANDLE = 64  # bytes of a cudaIpcMemHandle_t
 LANES, PER = 32, 8  # of a warp, columns of a lane
@@ -67,10 +67,10 @@ def _tree(x):
     return x[..., 0]
 
 
-def shots(size, rows, columns, norm):
-    """1 where a sum of `size` ranks sends its rows to everybody, 2 where to one rank that adds them up and sends sums;
-    norm: whether it makes that too. The bits are the same: a matter of time alone, it may depend on the row count."""
-    few = rows <= ONE_SHOT and (not norm or rows * columns <= NORMED)
+def shots(size, rows, columns):
+    """1 where a sum of `size` ranks sends its rows to everybody, 2 where to one rank that adds them up and sends sums.
+    The bits are the same: a matter of time alone, it may depend on the row count."""
+    few = rows <= ONE_SHOT and rows * columns <= ONE_SHOT_ELEMENTS
     return 1 if few or rows < size else 2
 
 
@@ -195,7 +195,7 @@ class Peers:
         given = {"x": x, "residual": residual, "gamma": gamma, "y": y, "normed": normed}
         pointers = {name: None if tensor is None else tensor.data_ptr() for name, tensor in given.items()}
         if two_shots is None:
-            two_shots = shots(self.size, rows, columns, gamma is not None) > 1
+            two_shots = shots(self.size, rows, columns) > 1
         reduction = Reduction(**pointers, eps=eps, rows=rows, columns=columns)
         self._launch("eagle3_reduce", ctypes.byref(reduction), int(two_shots), self.blocks)
         return y, normed
