@@ -20,8 +20,8 @@ ONE_SHOT = 64  # rows up to which everybody sends its rows to everybody
 ROWS = 512  # rows of a sum
 COLUMNS = 8192
 # Elements up to which a sum goes in one shot. On two H200s (h200x2-collectives-rows.json in bench/results) 8 x 7168
-# took 3.0 us so, but 144 once in fifteen replays; 12 x 7168 took 201, 32 x 7168 took 490, in two shots 4.0 and 6.5. What
-# collapses there is not known; in two shots nothing did.
+# took 3.0 us so, but 144 once in fifteen replays; 12 x 7168 took 201, 32 x 7168 took 490, in two shots 4.0 and 6.5.
+# What collapses there is not known; in two shots nothing did.
 ONE_SHOT_ELEMENTS = 32_768
 PATIENCE = 120.0  # seconds: other ranks may still be compiling kernels
 HANDLE = 64  # bytes of a cudaIpcMemHandle_t
