@@ -203,15 +203,14 @@ def test_int4_experts_at_real_sizes(table, sizes):
 
 
 def routed(make, n, hidden, experts, rule, biased, corrected):
-    """Arguments of route: two experts that tie, and no others. Rows of signs and gains that are powers of two stay the
-    same however a norm rounds them: a choice among hundreds of experts hangs on less than a rounding."""
-    gate, x = make.weight(experts, hidden), make.floats(64, hidden)[:n].contiguous()
-    x, gain = torch.where(x < 0, -1.0, 1.0).to(x.dtype), 2.0 ** (make.gain(hidden).float() - 1).mul(10).round()
+    """Arguments of route: two experts that tie, and no others."""
+    gate, (x, gain) = make.weight(experts, hidden), make.routed(64, hidden)
+    x = x[:n].contiguous()
     make.tie(gate, 0, experts - 1)
     correction = make.floats(experts, scale=0.3, dtype=torch.float32) if corrected else None
     if corrected:
         correction[[0, experts - 1]] = 0.25
-    return x, gain.to(x.dtype), 1e-6, gate, rule, make.floats(experts) if biased else None, correction
+    return x, gain, 1e-6, gate, rule, make.floats(experts) if biased else None, correction
 
 
 @pytest.mark.parametrize("sizes", ROUTE, ids=str)
@@ -243,13 +242,14 @@ def products(n):
         yield "mlp", (rows(d), make.gain(d), 1e-6, make.weight(2 * i, d), make.weight(d, i), "silu", rows(d))
     for d in (2048, 2880, 7168):
         yield "head", (rows(d), make.gain(d), 1e-6, make.weight(32000, d), 1)
-    x = rows(2048)
+    x, gain = make.routed(64, 2048)
+    x = x[:n].contiguous()
     matrices = make.weight(32, 2 * 768, 2048), make.weight(32, 2048, 768)
     rule = next(moe(B16, "cuda", MOE[:1]))[1][4]
     yield "route", (*routed(make, n, 7168, 384, KIMI, False, True), make.weight(512, 7168))
     yield "experts_int4", (*packed(make, n, 7168, 48, 256, 8), rows(256), make.weight(7168, 256))
     yield "experts_mxfp4", packed_mxfp4(make, n, 2880, 32, 2880, 4)
-    yield "moe", (x, make.gain(2048), 1e-6, make.weight(32, 2048), rule, None, None, *matrices, "silu", x)
+    yield "moe", (x, gain, 1e-6, make.weight(32, 2048), rule, None, None, *matrices, "silu", x)
 
 
 @pytest.mark.parametrize("n", ROWS)

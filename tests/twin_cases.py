@@ -29,6 +29,13 @@ class Make:
     def gain(self, n):
         return (1 + 0.1 * torch.randn(n, generator=self.generator)).to(self.device, self.dtype)
 
+    def routed(self, n, width):
+        """Rows and gains that stay the same however a norm rounds them, signs times powers of two: a choice among
+        hundreds of experts hangs on less than a rounding. Rows differ in their norms."""
+        signs, factors = torch.where(self.floats(n, width) < 0, -1.0, 1.0), 2.0 ** (torch.arange(n) % 3)[:, None]
+        gain = 2.0 ** (self.gain(width).float() - 1).mul(10).round()
+        return (signs * factors.to(self.device)).to(self.dtype), gain.to(self.dtype)
+
     def ints(self, values):
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
@@ -191,11 +198,11 @@ def moe(dtype, device, cases=((1, 64, 16, 32, 4, True), (9, 80, 6, 48, 2, False)
     there is a case that comes normed too."""
     make = Make(dtype, device)
     for n, d, e, i, k, both in cases:
-        x = make.floats(n, d)
+        x, own = make.routed(n, d)
         gate = make.weight(e, d)
         matrices = make.weight(e, 2 * i, d), make.weight(e, d, i)
         rule = Routing(k, both)
-        for gain in (make.gain(d), None)[: 2 if n > 8 else 1]:
+        for gain in (own, None)[: 2 if n > 8 else 1]:
             yield (
                 f"{n}x{d}-{e}-{i}{'' if gain is not None else '-normed'}",
                 (x, gain, 1e-6, gate, rule, None, None, *matrices, "silu", x if both else None),
