@@ -35,6 +35,13 @@ __device__ __forceinline__ uint4 load_rows(const void *p) {
                : "memory");
   return r;
 }
+// Without a branch: loads of several rows are all under way before the first one is used.
+__device__ __forceinline__ void load_rows_if(uint4 &r, const void *p, bool live) {
+  asm volatile("{.reg .pred live;\nsetp.ne.b32 live, %5, 0;\n@live ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "l"(p), "r"(static_cast<int>(live))
+               : "memory");
+}
 __device__ __forceinline__ float load_float(const float *p) {
   float r;
   asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(r) : "l"(p) : "memory");
@@ -222,18 +229,49 @@ struct Tile {
   }
 };
 
-// A block's rows as B operands: the first group in registers where they have room for it, others in a thread's own places of
-// shared memory.
-template <int kThreads, int kPieces, int kGroups>
+// A piece of a row times a norm's gains, rounded once; its squares are added to `sum`. The row's own factor comes with the sums.
+__device__ __forceinline__ uint4 gained(const uint4 &x, const uint4 &gains, float &sum) {
+  uint4 out;
+  const uint32_t *v = reinterpret_cast<const uint32_t *>(&x);
+  const __nv_bfloat162 *pair = reinterpret_cast<const __nv_bfloat162 *>(&x), *gain = reinterpret_cast<const __nv_bfloat162 *>(&gains);
+  __nv_bfloat162 *o = reinterpret_cast<__nv_bfloat162 *>(&out);
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    sum = fmaf(high(v[j]), high(v[j]), fmaf(low(v[j]), low(v[j]), sum));
+    o[j] = __hmul2(pair[j], gain[j]);
+  }
+  return out;
+}
+// Eight rows' sums over the warp, each in the same order: lane l gets that of row l / 4.
+__device__ __forceinline__ float sum_of_rows(float (&v)[kRows]) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int n = kRows / 2, o = 16; n; n >>= 1, o >>= 1) {
+    const bool upper = lane & o;
+#pragma unroll
+    for (int j = 0; j < n; j++) v[j] = (upper ? v[j + n] : v[j]) + __shfl_xor_sync(kAll, upper ? v[j] : v[j + n], o);
+  }
+  v[0] += __shfl_xor_sync(kAll, v[0], 2);
+  return v[0] + __shfl_xor_sync(kAll, v[0], 1);
+}
+
+// A block's rows as B operands: the first group in registers where they have room for it, others in shared memory. A single
+// staged group stays there, which leaves registers to the weights.
+template <int kThreads, int kPieces, int kGroups, bool kStaged = false>
 struct Operand {
-  static constexpr int kOutside = kPieces > 8 ? kGroups : kGroups - 1; // groups in shared memory
-  static constexpr size_t kBytes = static_cast<size_t>(kOutside) * kPieces * kThreads * 16;
+  static constexpr int kOutside = kPieces > 8 || (kStaged && kGroups == 1) ? kGroups : kGroups - 1; // groups in shared memory
+  static constexpr int kWarps = kThreads / 32, kColumns = kThreads * kPieces, kChunks = kColumns / 8;
+  static constexpr int kPitch = kChunks + 4; // chunks of 8 columns; neighbouring rows lie on different banks
+  static constexpr size_t kBytes = static_cast<size_t>(kOutside) * kRows * kPitch * 16;
   uint4 first[kOutside == kGroups ? 1 : kPieces];
-  uint4 *const more; // [kOutside][kPieces][kThreads]
-  __device__ __forceinline__ explicit Operand(void *shared) : more(static_cast<uint4 *>(shared) + threadIdx.x) {}
+  uint4 *const shared; // [kOutside][kRows][kPitch]
+  uint4 *more;         // this lane's place there: a piece every 4 chunks
+  __device__ __forceinline__ explicit Operand(void *memory)
+      : shared(static_cast<uint4 *>(memory)),
+        more(shared + ((threadIdx.x & 31) >> 2) * kPitch + (threadIdx.x >> 5) * kPieces * 4 + (threadIdx.x & 3)) {}
   __device__ __forceinline__ uint4 get(int group, int i) const {
     const int place = group - (kGroups - kOutside);
-    return place < 0 ? first[i] : more[(place * kPieces + i) * kThreads];
+    return place < 0 ? first[i] : more[place * kRows * kPitch + i * 4];
   }
   // Rows `begin` and on of x, normed where there are gains ([columns] in shared memory, or null). x: at the thread's first
   // column; partial: [kGroups][warps][8] scratch. All threads of the block call it.
@@ -253,16 +291,64 @@ struct Operand {
         if (place < 0)
           first[i] = b[i];
         else
-          more[(place * kPieces + i) * kThreads] = b[i];
+          more[place * kRows * kPitch + i * 4] = b[i];
       }
     }
+  }
+
+  static __host__ __device__ size_t bytes(int rows) { return kGroups == 1 && rows < kRows ? static_cast<size_t>(rows) * kPitch * 16 : kBytes; } // staged
+  // The thread's chunk of a norm's gains, which may be asked for before the wait. gamma: [columns] or null: ones.
+  static __device__ __forceinline__ uint4 gain(const bf16 *gamma) {
+    constexpr uint32_t kOnes = 0x3f803f80u;
+    return gamma && static_cast<int>(threadIdx.x) < kChunks ? load_weights(gamma + threadIdx.x * 8) : make_uint4(kOnes, kOnes, kOnes, kOnes);
+  }
+  // Rows `begin` and on of x times the gains; each column passes through one thread of the block. Sums of them lack the row's
+  // factor, for which `squares` has each warp's sums. Rows that do not exist are whatever lies there: nobody reads their sums.
+  // All threads of the block call it.
+  __device__ __forceinline__ void stage(const bf16 *x, size_t stride, int begin, int rows, const uint4 &gain, float (*squares)[kWarps][kRows]) {
+    static_assert(kStaged && kPieces <= 8, "a chunk a thread");
+    const int chunk = threadIdx.x, lane = threadIdx.x & 31;
+#pragma unroll
+    for (int group = 0; group < kGroups; group++) {
+      const int begin_of = begin + group * kRows, live = chunk < kChunks ? rows - begin_of : 0;
+      const bf16 *from = x + static_cast<size_t>(begin_of) * stride + chunk * 8;
+      float sum[kRows];
+#pragma unroll
+      for (int half = 0; half < kRows; half += kRows / 2) { // as many as there are registers for
+        uint4 v[kRows / 2];
+#pragma unroll
+        for (int r = 0; r < kRows / 2; r++)
+          load_rows_if(v[r], from + (half + r) * stride, half + r < live);
+        if (group && !half) __syncthreads(); // the group before is in registers
+#pragma unroll
+        for (int r = 0; r < kRows / 2; r++) {
+          sum[half + r] = 0.f;
+          if (half + r < live) shared[(half + r) * kPitch + chunk] = gained(v[r], gain, sum[half + r]);
+        }
+      }
+      const float total = sum_of_rows(sum);
+      if ((lane & 3) == 0) squares[group][threadIdx.x >> 5][lane >> 2] = total;
+      __syncthreads();
+      if (group || kGroups == 1) continue;
+#pragma unroll
+      for (int i = 0; i < kPieces; i++) first[i] = more[i * 4];
+    }
+    if (kGroups == 1 && lane >> 2 >= rows - begin) more = shared + (more - shared) % kPitch; // the first row's
+  }
+  // What sums of row r of a group are still to be multiplied by.
+  static __device__ __forceinline__ float factor(const float (*squares)[kRows], int r, bool normed, float eps) {
+    float total = 0.f;
+#pragma unroll
+    for (int w = 0; w < kWarps; w++) total += squares[w][r];
+    const float factor = rsqrtf(total * (1.f / kColumns) + eps);
+    return normed ? factor : 1.f;
   }
 };
 
 // Products of one tile and every group of rows, two chains a group, each in ascending columns. next(part, i) refills place i
 // when its piece of part `part` of the slice has been multiplied.
-template <int kThreads, int kPieces, int kGroups, int kDepth, class Next>
-__device__ __forceinline__ void multiply(Tile<kDepth> &tile, const Operand<kThreads, kPieces, kGroups> &b, float4 (&c)[kGroups], Next next) {
+template <int kThreads, int kPieces, int kGroups, bool kStaged, int kDepth, class Next>
+__device__ __forceinline__ void multiply(Tile<kDepth> &tile, const Operand<kThreads, kPieces, kGroups, kStaged> &b, float4 (&c)[kGroups], Next next) {
   static_assert(kPieces % kDepth == 0, "parts are whole");
   float4 odd[kGroups];
 #pragma unroll

@@ -21,14 +21,16 @@ __device__ __forceinline__ float4 sum_of_warps(const float4 *red) {
   return total;
 }
 
-// Router logits of the block's rows for 8 experts, whose weights are in `w`: half a tile leaves registers for the norm.
-// store(row of the block, expert, logit).
+// Router logits of the block's rows for 8 experts, whose weights are in `w`: half a tile leaves registers for the rows.
+// squares: of normed rows, as Operand::stage leaves them. store(row of the block, expert, logit).
 constexpr int kRouterOutputs = 8;
 inline __host__ __device__ int router_tiles(const Experts &p) { return (p.experts + kRouterOutputs - 1) / kRouterOutputs; }
 
 template <int kPieces, int kGroups, class Store>
 __device__ __forceinline__ void route_block(const Experts &p, const Block<kGroups> &block, const uint4 (&w)[kPieces],
-                                            const Operand<256, kPieces, kGroups> &b, float4 (*red)[8 * 32], Store store) {
+                                            const Operand<256, kPieces, kGroups, true> &b, const float (*squares)[8][kRows],
+                                            float4 (*red)[8 * 32], Store store) {
+  using Rows = Operand<256, kPieces, kGroups, true>;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 #pragma unroll
   for (int group = 0; group < kGroups; group++) {
@@ -44,9 +46,10 @@ __device__ __forceinline__ void route_block(const Experts &p, const Block<kGroup
   __syncthreads();
   if (warp < kGroups) {
     const float4 v = sum_of_warps(red[warp]);
-    const int row = warp * kRows + 2 * (lane & 3), e = blockIdx.x * kRouterOutputs + (lane >> 2);
-    if (e < p.experts && row < block.live) store(row, e, v.x);
-    if (e < p.experts && row + 1 < block.live) store(row + 1, e, v.y);
+    const int own = 2 * (lane & 3), row = warp * kRows + own, e = blockIdx.x * kRouterOutputs + (lane >> 2);
+    const float even = Rows::factor(squares[warp], own, p.gamma, p.eps), odd = Rows::factor(squares[warp], own + 1, p.gamma, p.eps);
+    if (e < p.experts && row < block.live) store(row, e, v.x * even);
+    if (e < p.experts && row + 1 < block.live) store(row + 1, e, v.y * odd);
   }
 }
 
@@ -61,75 +64,84 @@ __device__ __forceinline__ void fetch_router(const Experts &p, uint4 (&w)[kPiece
 // Router alone: for more rows than one block of them.
 template <int kPieces, int kGroups>
 __global__ void __launch_bounds__(256, 2) router(Experts p) {
+  using Rows = Operand<256, kPieces, kGroups, true>;
   extern __shared__ uint4 operand_memory[];
   __shared__ float4 red[kGroups][8 * 32];
-  __shared__ float partial[kGroups * 8 * kRows];
-  __shared__ uint4 gains[32 * kPieces];
+  __shared__ float squares[kGroups][8][kRows];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, column = warp * kPieces * kPiece + (lane & 3) * 8;
   const Block<kGroups> block(p);
+  const uint4 gain = Rows::gain(p.gamma);
   uint4 w[kPieces];
   fetch_router(p, w, column);
-#pragma unroll 1
-  for (int i = threadIdx.x; p.gamma && i < p.columns / 8; i += 256) gains[i] = load_weights(p.gamma + i * 8);
-  __syncthreads();
-  Operand<256, kPieces, kGroups> b(operand_memory);
+  Rows b(operand_memory);
   wait_for_predecessor();
   launch_dependents();
-  b.template load<true>(p.x + column, p.columns, block.first, p.rows, p.gamma ? reinterpret_cast<const bf16 *>(gains) + column : nullptr,
-                        partial, p.columns, p.eps);
-  route_block(p, block, w, b, red, [&](int row, int e, float v) { p.logits[static_cast<size_t>(block.first + row) * p.experts + e] = v; });
+  b.stage(p.x, p.columns, block.first, p.rows, gain, squares);
+  route_block(p, block, w, b, squares, red, [&](int row, int e, float v) { p.logits[static_cast<size_t>(block.first + row) * p.experts + e] = v; });
 }
 
-// Gate, up and activation, a tile of 8 gates and their 8 ups at a time, dealt to the blocks in turn. With kRoute the first
-// blocks compute the router's logits and all of them wait for those: all are resident at once (two a multiprocessor).
+// Which chosen expert and which of its tiles of 8 gates and their ups: tiles are dealt to the blocks in turn.
+struct Dealt {
+  int expert, tile;
+  __device__ __forceinline__ Dealt(unsigned at, int width) : expert(at / (width / 8u)), tile(at - expert * (width / 8)) {}
+  __device__ __forceinline__ void advance(const Dealt &by, int width) {
+    expert += by.expert, tile += by.tile;
+    if (tile >= width / 8) tile -= width / 8, expert++;
+  }
+};
+
+// Gate, up and activation. With kRoute the first blocks compute the router's logits and all of them wait for those: all are
+// resident at once (two a multiprocessor).
 template <int kPieces, int kGroups, bool kRoute, int kMany>
 __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
+  using Rows = Operand<256, kPieces, kGroups, true>;
   extern __shared__ uint4 operand_memory[];
   __shared__ float4 red[2][kGroups][8 * 32];
-  __shared__ float partial[kGroups * 8 * kRows];
-  __shared__ uint4 gains[32 * kPieces];
+  __shared__ float squares[kGroups][8][kRows];
+  __shared__ float factors[Block<kGroups>::kHeld];
   __shared__ Choice<kGroups, kMany> choice;
-  float *weight = reinterpret_cast<float *>(operand_memory + Operand<256, kPieces, kGroups>::kBytes / 16);
+  float *weight = reinterpret_cast<float *>(operand_memory + Rows::bytes(p.rows) / 16);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int column = warp * kPieces * kPiece + t * 8;
   const Block<kGroups> block(p);
   const bool routes = kRoute && static_cast<int>(blockIdx.x) < router_tiles(p);
-#pragma unroll 1
-  for (int i = threadIdx.x; p.gamma && i < p.columns / 8; i += 256) gains[i] = load_weights(p.gamma + i * 8);
+  const uint4 gain = Rows::gain(p.gamma);
   uint4 w[kPieces];
   if (routes) fetch_router(p, w, column);
   choice.clear(p, weight);
-  __syncthreads();
-  Operand<256, kPieces, kGroups> b(operand_memory);
+  Dealt at(blockIdx.x, p.width), step(gridDim.x, p.width);
+  asm volatile("" : "+r"(at.expert), "+r"(at.tile), "+r"(step.expert), "+r"(step.tile)); // divided before the wait
+  Rows b(operand_memory);
   wait_for_predecessor();
-  b.template load<true>(p.x + column, p.columns, block.first, p.rows, p.gamma ? reinterpret_cast<const bf16 *>(gains) + column : nullptr,
-                        partial, p.columns, p.eps);
-  int chosen;
-  if (kRoute) {
-    const unsigned tag = load_int(reinterpret_cast<const int *>(p.launch));
-    if (routes) route_block(p, block, w, b, red[0], [&](int row, int e, float v) { store_packet(p.packets + row * kExperts + e, v, tag); });
-    chosen = choice.make(p, block, weight, [&](int row, float (&value)[kMany]) { await_logits<kMany>(p, row, tag, value); });
-  } else {
-    chosen = choice.make(p, block, weight, [&](int row, float (&value)[kMany]) { load_logits<kMany>(p, block.first + row, value); });
-  }
+  const unsigned tag = kRoute ? load_int(reinterpret_cast<const int *>(p.launch)) : 0;
+  b.stage(p.x, p.columns, block.first, p.rows, gain, squares);
+  if (routes)
+    route_block(p, block, w, b, squares, red[0], [&](int row, int e, float v) { store_packet(p.packets + row * kExperts + e, v, tag); });
+  const int chosen = choice.make(p, block, weight, kRoute && !routes, [&](int row, float (&value)[kMany]) {
+    if (kRoute)
+      await_logits<kMany>(p, row, tag, value);
+    else
+      load_logits<kMany>(p, block.first + row, value);
+  });
   if (blockIdx.x == gridDim.x - 1) choice.publish(p, weight, chosen); // who has no more tiles than others
   launch_dependents(); // the next kernel reads the choice before it waits
-  const int each = p.width / 8, tiles = chosen * each;
   const size_t below = static_cast<size_t>(p.width) * p.columns;
-  auto aim = [&](int at) {
-    const unsigned u = static_cast<unsigned>(at) / static_cast<unsigned>(each), i = (at - u * each) * 8 + g;
-    return p.gate_up + (static_cast<size_t>(choice.list[u]) * 2 * p.width + i) * p.columns + column;
+  auto aim = [&](const Dealt &at) {
+    return p.gate_up + (static_cast<size_t>(choice.listed(at.expert)) * 2 * p.width + at.tile * 8 + g) * p.columns + column;
   };
   Tile<kPieces> tile;
-  int at = blockIdx.x;
-  if (at < tiles) {
+  if (at.expert < chosen) {
     const bf16 *from = aim(at);
     tile.fetch(from, from + below);
   }
+  if (threadIdx.x < Block<kGroups>::kHeld) // read after the first tile's barrier
+    factors[threadIdx.x] = Rows::factor(squares[threadIdx.x / kRows], threadIdx.x % kRows, p.gamma, p.eps);
 #pragma unroll 1
-  for (int turn = 0; at < tiles; at += gridDim.x, turn++) {
-    const bool more = at + static_cast<int>(gridDim.x) < tiles;
-    const bf16 *from = more ? aim(at + gridDim.x) : p.gate_up;
+  for (int turn = 0; at.expert < chosen; turn++) {
+    const int expert = at.expert, first = at.tile * 8;
+    at.advance(step, p.width);
+    const bool more = at.expert < chosen;
+    const bf16 *from = more ? aim(at) : p.gate_up;
     float4 c[kGroups];
     multiply(tile, b, c, [&](int, int i) {
       if (more) tile.fetch(i, from, from + below);
@@ -140,11 +152,11 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
     const int group = (warp - turn) & 7; // the warps take turns
     if (group >= kGroups) continue;
     const float4 v = sum_of_warps(red[turn & 1][group]);
-    const unsigned u = static_cast<unsigned>(at) / static_cast<unsigned>(each), i = (at - u * each) * 8 + g;
-    const int row = group * kRows + 2 * t, e = choice.list[u];
-    bf16 *to = p.hidden + ((static_cast<size_t>(blockIdx.y) * Block<kGroups>::kChosen + u) * Block<kGroups>::kHeld + row) * p.width + i;
-    if (weight[row * p.experts + e] >= 0.f) to[0] = __float2bfloat16(silu(v.x) * v.z);
-    if (weight[(row + 1) * p.experts + e] >= 0.f) to[p.width] = __float2bfloat16(silu(v.y) * v.w);
+    const int row = group * kRows + 2 * t, e = choice.listed(expert);
+    const float even = factors[row], odd = factors[row + 1];
+    bf16 *to = p.hidden + ((static_cast<size_t>(blockIdx.y) * Block<kGroups>::kChosen + expert) * Block<kGroups>::kHeld + row) * p.width + first + g;
+    if (weight[row * p.experts + e] >= 0.f) to[0] = __float2bfloat16(silu(v.x * even) * (v.z * even));
+    if (weight[(row + 1) * p.experts + e] >= 0.f) to[p.width] = __float2bfloat16(silu(v.y * odd) * (v.w * odd));
   }
 }
 
@@ -253,10 +265,9 @@ template <int kPieces, int kGroups, int kMany>
 inline cudaError_t launch_gate_up(const Experts &p, int multiprocessors, cudaStream_t stream) {
   constexpr int kHeld = Block<kGroups>::kHeld;
   const int blocks = 2 * multiprocessors, held = (p.rows + kHeld - 1) / kHeld;
-  constexpr size_t operand = Operand<256, kPieces, kGroups>::kBytes;
-  const size_t shared = operand + static_cast<size_t>(kHeld) * p.experts * 4;
+  const size_t rows = Operand<256, kPieces, kGroups, true>::bytes(p.rows), shared = rows + static_cast<size_t>(kHeld) * p.experts * 4;
   if (held == 1) return launch(gate_up<kPieces, kGroups, true, kMany>, dim3(blocks), 256, shared, stream, 1, p);
-  const cudaError_t e = launch(router<kPieces, kGroups>, dim3(router_tiles(p), held), 256, operand, stream, 1, p);
+  const cudaError_t e = launch(router<kPieces, kGroups>, dim3(router_tiles(p), held), 256, rows, stream, 1, p);
   if (e != cudaSuccess) return e;
   return launch(gate_up<kPieces, kGroups, false, kMany>, dim3(blocks, held), 256, shared, stream, 1, p);
 }

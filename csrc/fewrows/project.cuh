@@ -41,7 +41,6 @@ struct TileRows {
 template <int kThreads, int kGroups, bool kGated>
 struct Output {
   static constexpr int kCount = kGroups * (kGated ? 64 : 128), kTurns = (kCount + kThreads - 1) / kThreads;
-  float scale = 1.f;    // what sums of the thread's row are still to be multiplied by
   float before[kTurns]; // what is added: on its way while the tile is multiplied
 
   struct Place {
@@ -69,11 +68,14 @@ struct Output {
       }
     }
   }
-  __device__ __forceinline__ void store(const Projection &p, const TileRows<kGated> &rows, int tile, const float (*red)[4 * kThreads]) {
+  // factor(row of the block): what its sums are still to be multiplied by.
+  template <class Factor>
+  __device__ __forceinline__ void store(const Projection &p, const TileRows<kGated> &rows, int tile, const float (*red)[4 * kThreads], Factor factor) {
 #pragma unroll
     for (int turn = 0; turn < kTurns; turn++) {
       const Place v = place(p, rows, tile, turn);
       if (!v.live) continue;
+      const float scale = factor(v.group * kRows + 2 * (v.lane & 3) + (v.which & 1));
       float y = scale * sum_partials<kThreads>(red[v.group], v.which, v.lane);
       if constexpr (kGated) {
         y = silu(y) * scale * sum_partials<kThreads>(red[v.group], v.which + 2, v.lane);
@@ -102,8 +104,9 @@ __global__ void __launch_bounds__(kThreads, resident(kThreads)) project(Projecti
   static_assert(kPieces <= 8, "a thread asks for one piece of the gains");
   extern __shared__ uint4 operand_memory[];
   __shared__ float red[2][kGroups][4 * kThreads];
-  __shared__ float partial[kGroups * (kThreads / 32) * kRows];
-  __shared__ uint4 gains[kNorm ? kThreads / 8 * kPieces : 1];
+  using Rows = Operand<kThreads, kPieces, kGroups, kNorm>;
+  __shared__ float squares[kGroups][kThreads / 32][kRows];
+  __shared__ float factors[kGroups * kRows];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2;
   const int column = warp * kPieces * kPiece + (lane & 3) * 8;
   const TileRows<kGated> rows(p.outputs);
@@ -111,18 +114,20 @@ __global__ void __launch_bounds__(kThreads, resident(kThreads)) project(Projecti
   const bf16 *top, *bottom;
   rows.aim(0, g, weight, p.outputs, p.columns, top, bottom);
   // asked for first: what is asked for behind a tile of weights comes behind it
-  const bool has_gain = kNorm && static_cast<int>(threadIdx.x) < p.columns / 8;
-  const uint4 gain = has_gain ? load_weights(p.gamma + threadIdx.x * 8) : make_uint4(0, 0, 0, 0);
+  const uint4 gain = kNorm ? Rows::gain(p.gamma) : make_uint4(0, 0, 0, 0);
   Tile<kPieces> tile;
   tile.fetch(top, bottom);
-  if (has_gain) gains[threadIdx.x] = gain;
-  Operand<kThreads, kPieces, kGroups> b(operand_memory);
+  Rows b(operand_memory);
   Output<kThreads, kGroups, kGated> output;
-  if (kNorm) __syncthreads();
   wait_for_predecessor();
   launch_dependents();
-  b.template load<kNorm>(p.x + column, p.stride, blockIdx.y * kGroups * kRows, p.rows, reinterpret_cast<const bf16 *>(gains) + column, partial,
-                         p.columns, p.eps);
+  if constexpr (kNorm) {
+    b.stage(p.x, p.stride, blockIdx.y * kGroups * kRows, p.rows, gain, squares);
+    if (threadIdx.x < kGroups * kRows) // read after the first tile's barrier
+      factors[threadIdx.x] = Rows::factor(squares[threadIdx.x / kRows], threadIdx.x % kRows, true, p.eps);
+  } else {
+    b.template load<false>(p.x + column, p.stride, blockIdx.y * kGroups * kRows, p.rows, nullptr, nullptr, p.columns, p.eps);
+  }
   const int tiles = rows.tiles();
 #pragma unroll 1
   for (int at = 0; at < tiles; at++) {
@@ -135,7 +140,7 @@ __global__ void __launch_bounds__(kThreads, resident(kThreads)) project(Projecti
 #pragma unroll
     for (int group = 0; group < kGroups; group++) store_partial<kThreads>(red[at & 1][group], c[group]);
     __syncthreads();
-    output.store(p, rows, at, red[at & 1]);
+    output.store(p, rows, at, red[at & 1], [&](int row) { return kNorm ? factors[row] : 1.f; });
   }
 }
 
@@ -163,6 +168,7 @@ __global__ void __launch_bounds__(256, 2) project_long(Projection p) {
     __syncthreads();
   }
   Output<256, 1, kGated> output;
+  float scale = 1.f;
   wait_for_predecessor();
   launch_dependents();
   load_group(b, x, live);
@@ -198,9 +204,9 @@ __global__ void __launch_bounds__(256, 2) project_long(Projection p) {
       float total = 0.f;
 #pragma unroll
       for (int w = 0; w < 8; w++) total += squares[w][2 * (lane & 3) + (warp & 1)];
-      output.scale = rsqrtf(total / p.columns + p.eps);
+      scale = rsqrtf(total / p.columns + p.eps);
     }
-    output.store(p, rows, at, red[at & 1]);
+    output.store(p, rows, at, red[at & 1], [&](int) { return scale; });
   }
 }
 
@@ -254,9 +260,9 @@ inline cudaError_t launch_groups(const Projection &p, int multiprocessors, cudaS
   // a normed projection comes before attention, whose blocks begin beside it where it leaves them half of the registers
   const int places = p.gamma && !kGated && kGroups == 1 ? 1 : resident(kThreads);
   const dim3 grid(grid_of(p.outputs, multiprocessors * places, kGated ? 8 : 16), (p.rows + kRows * kGroups - 1) / (kRows * kGroups));
-  constexpr size_t shared = Operand<kThreads, kPieces, kGroups>::kBytes;
-  if (p.gamma) return launch(project<kThreads, kPieces, kGroups, true, kGated>, grid, kThreads, shared, stream, 1, p);
-  return launch(project<kThreads, kPieces, kGroups, false, kGated>, grid, kThreads, shared, stream, 1, p);
+  const size_t staged = Operand<kThreads, kPieces, kGroups, true>::bytes(p.rows), plain = Operand<kThreads, kPieces, kGroups>::kBytes;
+  if (p.gamma) return launch(project<kThreads, kPieces, kGroups, true, kGated>, grid, kThreads, staged, stream, 1, p);
+  return launch(project<kThreads, kPieces, kGroups, false, kGated>, grid, kThreads, plain, stream, 1, p);
 }
 
 template <int kThreads, int kPieces, bool kGated>

@@ -60,60 +60,73 @@ __device__ __forceinline__ void await_logits(const Experts &p, int row, unsigned
   } while (!__all_sync(kAll, here));
 }
 
+// A row's keys in a warp, a lane's kMany neighbours each.
+template <int kMany>
+struct Keys {
+  uint32_t of[kMany];
+  __device__ __forceinline__ uint32_t best_below(uint32_t limit) const {
+    uint32_t most = 0;
+#pragma unroll
+    for (int j = 0; j < kMany; j++) most = max(most, of[j] < limit ? of[j] : 0);
+    return __reduce_max_sync(kAll, most);
+  }
+  __device__ __forceinline__ int count_from(uint32_t least) const {
+    int count = 0;
+#pragma unroll
+    for (int j = 0; j < kMany; j++) count += of[j] >= least;
+    return __reduce_add_sync(kAll, count);
+  }
+};
+
 // The choice of one row by one warp, 32 * kMany experts at most; value: logits of a lane's kMany neighbours. The best `choices`
 // of them, lower ids first among equals, weights by softmax. Writes weight[e] for chosen experts, the others keep what they hold
-// (-1), and sets their bits.
+// (-1), and sets their bits. All that counts here is latency: nothing but a comparison lies between two reductions. A rehearsal
+// writes nothing.
 template <int kMany>
-__device__ __forceinline__ void choose(const Experts &p, const float (&value)[kMany], float *weight, unsigned *bits) {
+__device__ __forceinline__ void choose(const Experts &p, const float (&value)[kMany], float *weight, unsigned *bits, bool rehearsed) {
+  static_assert(32 % kMany == 0, "a lane's neighbours have their bits in one word");
   const int lane = threadIdx.x & 31;
-  uint32_t key[kMany], most = 0;
+  Keys<kMany> key;
 #pragma unroll
-  for (int j = 0; j < kMany; j++) {
-    key[j] = lane * kMany + j < p.experts ? sortable(value[j]) : 0; // a row of NaN still chooses experts that exist
-    most = max(most, key[j]);
-  }
-  uint32_t found = __reduce_max_sync(kAll, most), best = 0;
-  const float top = sorted_value(found);
-  float all = 0.f;
-  if (!p.renormalise) {
-#pragma unroll
-    for (int j = 0; j < kMany; j++) all += key[j] ? __expf(sorted_value(key[j]) - top) : 0.f;
-    all = warp_sum(all);
-  }
-  unsigned own = 0; // of this lane's neighbours, those that are chosen
+  for (int j = 0; j < kMany; j++) key.of[j] = lane * kMany + j < p.experts ? sortable(value[j]) : 0; // NaN too: experts that exist
+  const uint32_t best = key.best_below(0xffffffffu);
+  uint32_t least = best;
 #pragma unroll 1
-  for (int k = 0; k < p.choices; k++) {
-    if (lane == k) best = found;
-    const unsigned having = __ballot_sync(kAll, most == found); // lanes; ids ascend from one to the next
-    bool open = lane == __ffs(having) - 1;
-    most = 0;
+  for (int k = 1; k < p.choices; k++) least = key.best_below(least);
+  unsigned own = 0; // of this lane's neighbours, those that are chosen
+  if (key.count_from(least) == p.choices) {
 #pragma unroll
-    for (int j = 0; j < kMany; j++) { // its first one
-      const bool taken = open && key[j] == found && !(own >> j & 1u);
-      own |= static_cast<unsigned>(taken) << j, open &= !taken;
-      most = max(most, own >> j & 1u ? 0u : key[j]);
-    }
-    found = __reduce_max_sync(kAll, most);
+    for (int j = 0; j < kMany; j++) own |= static_cast<unsigned>(key.of[j] >= least) << j;
+  } else { // some are equal: the first ones of the last value
+    least = best;
+    while (key.count_from(least) < p.choices) least = key.best_below(least);
+    int left = p.choices - key.count_from(least + 1);
+#pragma unroll
+    for (int j = 0; j < kMany; j++) left -= __popc(__ballot_sync(kAll, key.of[j] == least) & ((1u << lane) - 1u));
+#pragma unroll
+    for (int j = 0; j < kMany; j++) own |= static_cast<unsigned>(key.of[j] > least || (key.of[j] == least && left-- > 0)) << j;
   }
-  float sum = lane < p.choices ? __expf(sorted_value(best) - top) : 0.f;
-#pragma unroll
-  for (int o = 1; o < kChoices; o <<= 1) sum += __shfl_xor_sync(kAll, sum, o);
-  sum = __shfl_sync(kAll, p.renormalise ? sum : all, 0);
+  if (rehearsed) own = 0;
+  float share[kMany], sum = 0.f;
 #pragma unroll
   for (int j = 0; j < kMany; j++) {
-    if (!(own >> j & 1u)) continue;
-    const int e = lane * kMany + j;
-    weight[e] = __expf(sorted_value(key[j]) - top) / sum;
-    atomicOr(bits + (e >> 5), 1u << (e & 31));
+    share[j] = key.of[j] ? __expf(sorted_value(key.of[j]) - sorted_value(best)) : 0.f;
+    if (!p.renormalise || (own >> j & 1u)) sum += share[j];
   }
+  sum = __fdividef(1.f, warp_sum(sum));
+#pragma unroll
+  for (int j = 0; j < kMany; j++)
+    if (own >> j & 1u) weight[lane * kMany + j] = share[j] * sum;
+  if (own) atomicOr(bits + lane * kMany / 32, own << (lane * kMany & 31));
 }
 
 // What a block's rows chose.
 template <int kGroups, int kMany>
 struct Choice {
-  static constexpr int kChosen = Block<kGroups>::kChosen, kHeld = Block<kGroups>::kHeld;
-  int list[kChosen];    // experts, ascending
-  unsigned bits[kMany]; // the same, a bit each
+  static constexpr int kChosen = Block<kGroups>::kChosen, kHeld = Block<kGroups>::kHeld, kWarps = 8;
+  unsigned bits[kMany];           // experts, a bit each
+  uint16_t list[kWarps][kChosen]; // the same, ascending; each warp writes its own and waits for no other
+  __device__ __forceinline__ int listed(int u) const { return list[threadIdx.x >> 5][u]; }
 
   // Nothing is chosen yet: what may be done before the logits are there. weight: [rows][experts], -1: not chosen.
   __device__ __forceinline__ void clear(const Experts &p, float *weight) {
@@ -122,23 +135,29 @@ struct Choice {
     if (threadIdx.x < kMany) bits[threadIdx.x] = 0;
   }
   // Returns how many experts. All threads call it, after a barrier that follows `clear`; load(row of the block, value): logits.
+  // This code is cold where it runs, and there is time until logits come: the last warp rehearses it if it is told to.
   template <class Load>
-  __device__ __forceinline__ int make(const Experts &p, const Block<kGroups> &block, float *weight, Load load) {
+  __device__ __forceinline__ int make(const Experts &p, const Block<kGroups> &block, float *weight, bool rehearse, Load load) {
+    const int warp = threadIdx.x >> 5;
 #pragma unroll 1
-    for (int r = threadIdx.x >> 5; r < block.live; r += blockDim.x >> 5) {
+    for (int r = rehearse && warp == kWarps - 1 ? -1 : warp; r < block.live; r += kWarps) {
       float value[kMany] = {};
-      load(r, value);
-      choose<kMany>(p, value, weight + r * p.experts, bits);
+      if (r >= 0) load(r, value);
+      choose<kMany>(p, value, weight + r * p.experts, bits, r < 0);
     }
     __syncthreads();
-    int count = 0;
+    const int first = (threadIdx.x & 31) * kMany; // of a lane's neighbours
+    int count = 0, before = 0;
 #pragma unroll
-    for (int i = 0; i < kMany; i++) { // an expert a thread
-      const unsigned word = bits[i], e = threadIdx.x - i * 32 % 256;
-      if (e < 32 && word >> e & 1u) list[count + __popc(word & ((1u << e) - 1u))] = i * 32 + e;
-      count += __popc(word);
+    for (int i = 0; i < kMany; i++) {
+      if (i == first / 32) before = count + __popc(bits[i] & ((1u << (first & 31)) - 1u));
+      count += __popc(bits[i]);
     }
-    __syncthreads();
+    const unsigned own = bits[first / 32] >> (first & 31);
+#pragma unroll
+    for (int j = 0; j < kMany; j++)
+      if (own >> j & 1u) list[threadIdx.x >> 5][before++] = first + j;
+    __syncwarp();
     return count;
   }
   // By one block, for the next kernel, which may begin when all blocks let it: until then it is where all can read it.
@@ -146,8 +165,8 @@ struct Choice {
     int *const to = p.chosen + static_cast<size_t>(blockIdx.y) * (1 + kChosen);
     float *const shares = p.shares + static_cast<size_t>(blockIdx.y) * kChosen * kHeld;
     if (threadIdx.x == 0) to[0] = count;
-    for (int u = threadIdx.x; u < count; u += blockDim.x) to[1 + u] = list[u];
-    for (int i = threadIdx.x; i < count * kHeld; i += blockDim.x) shares[i] = weight[i % kHeld * p.experts + list[i / kHeld]];
+    for (int u = threadIdx.x; u < count; u += blockDim.x) to[1 + u] = listed(u);
+    for (int i = threadIdx.x; i < count * kHeld; i += blockDim.x) shares[i] = weight[i % kHeld * p.experts + listed(i / kHeld)];
     __threadfence();
     __syncthreads();
   }

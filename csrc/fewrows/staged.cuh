@@ -6,20 +6,6 @@
 
 namespace eagle3 {
 
-// A piece of a row times the norm's gains, rounded; its squares are added to `sum`. The row's own factor comes with the sums.
-__device__ __forceinline__ uint4 gained(const uint4 &x, const uint4 &gains, float &sum) {
-  uint4 out;
-  const uint32_t *v = reinterpret_cast<const uint32_t *>(&x), *gain = reinterpret_cast<const uint32_t *>(&gains);
-  uint32_t *o = reinterpret_cast<uint32_t *>(&out);
-#pragma unroll
-  for (int j = 0; j < 4; j++) {
-    const float a = low(v[j]), b = high(v[j]);
-    sum = fmaf(b, b, fmaf(a, a, sum));
-    o[j] = pack(a * low(gain[j]), b * high(gain[j]));
-  }
-  return out;
-}
-
 // A group's rows in shared memory, [rows][kPitch] chunks of 8 columns. kThreads / 32 warps, each a slice of kPieces pieces.
 template <int kThreads, int kPieces>
 struct StagedRows {
