@@ -80,13 +80,18 @@ __global__ void __launch_bounds__(256, 2) router(Experts p) {
   route_block(p, block, w, b, squares, red, [&](int row, int e, float v) { p.logits[static_cast<size_t>(block.first + row) * p.experts + e] = v; });
 }
 
-// Which chosen expert and which of its tiles of 8 gates and their ups: tiles are dealt to the blocks in turn.
+// A block's tiles of 8 gates and their ups, dealt to the blocks in turn: of which chosen expert, which of its tiles.
 struct Dealt {
   int expert, tile;
-  __device__ __forceinline__ Dealt(unsigned at, int width) : expert(at / (width / 8u)), tile(at - expert * (width / 8)) {}
-  __device__ __forceinline__ void advance(const Dealt &by, int width) {
-    expert += by.expert, tile += by.tile;
-    if (tile >= width / 8) tile -= width / 8, expert++;
+  const int each, experts_on, tiles_on; // tiles of an expert; from one of the block's to its next
+  __device__ __forceinline__ explicit Dealt(int each)
+      : expert(blockIdx.x / static_cast<unsigned>(each)), tile(blockIdx.x - expert * each), each(each),
+        experts_on(gridDim.x / static_cast<unsigned>(each)), tiles_on(gridDim.x - experts_on * each) {
+    asm volatile("" : "+r"(expert), "+r"(tile)); // divided here, before any wait
+  }
+  __device__ __forceinline__ void next() {
+    expert += experts_on, tile += tiles_on;
+    if (tile >= each) tile -= each, expert++;
   }
 };
 
@@ -109,15 +114,14 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
   uint4 w[kPieces];
   if (routes) fetch_router(p, w, column);
   choice.clear(p, weight);
-  Dealt at(blockIdx.x, p.width), step(gridDim.x, p.width);
-  asm volatile("" : "+r"(at.expert), "+r"(at.tile), "+r"(step.expert), "+r"(step.tile)); // divided before the wait
+  Dealt at(p.width / 8);
   Rows b(operand_memory);
   wait_for_predecessor();
   const unsigned tag = kRoute ? load_int(reinterpret_cast<const int *>(p.launch)) : 0;
   b.stage(p.x, p.columns, block.first, p.rows, gain, squares);
   if (routes)
     route_block(p, block, w, b, squares, red[0], [&](int row, int e, float v) { store_packet(p.packets + row * kExperts + e, v, tag); });
-  const int chosen = choice.make(p, block, weight, kRoute && !routes, [&](int row, float (&value)[kMany]) {
+  const int chosen = choice.make(p, block, weight, [&](int row, float (&value)[kMany]) {
     if (kRoute)
       await_logits<kMany>(p, row, tag, value);
     else
@@ -139,7 +143,7 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
 #pragma unroll 1
   for (int turn = 0; at.expert < chosen; turn++) {
     const int expert = at.expert, first = at.tile * 8;
-    at.advance(step, p.width);
+    at.next();
     const bool more = at.expert < chosen;
     const bf16 *from = more ? aim(at) : p.gate_up;
     float4 c[kGroups];

@@ -80,10 +80,9 @@ struct Keys {
 
 // The choice of one row by one warp, 32 * kMany experts at most; value: logits of a lane's kMany neighbours. The best `choices`
 // of them, lower ids first among equals, weights by softmax. Writes weight[e] for chosen experts, the others keep what they hold
-// (-1), and sets their bits. All that counts here is latency: nothing but a comparison lies between two reductions. A rehearsal
-// writes nothing.
+// (-1), and sets their bits. All that counts here is latency: nothing but a comparison lies between two reductions.
 template <int kMany>
-__device__ __forceinline__ void choose(const Experts &p, const float (&value)[kMany], float *weight, unsigned *bits, bool rehearsed) {
+__device__ __forceinline__ void choose(const Experts &p, const float (&value)[kMany], float *weight, unsigned *bits) {
   static_assert(32 % kMany == 0, "a lane's neighbours have their bits in one word");
   const int lane = threadIdx.x & 31;
   Keys<kMany> key;
@@ -106,7 +105,6 @@ __device__ __forceinline__ void choose(const Experts &p, const float (&value)[kM
 #pragma unroll
     for (int j = 0; j < kMany; j++) own |= static_cast<unsigned>(key.of[j] > least || (key.of[j] == least && left-- > 0)) << j;
   }
-  if (rehearsed) own = 0;
   float share[kMany], sum = 0.f;
 #pragma unroll
   for (int j = 0; j < kMany; j++) {
@@ -135,15 +133,13 @@ struct Choice {
     if (threadIdx.x < kMany) bits[threadIdx.x] = 0;
   }
   // Returns how many experts. All threads call it, after a barrier that follows `clear`; load(row of the block, value): logits.
-  // This code is cold where it runs, and there is time until logits come: the last warp rehearses it if it is told to.
   template <class Load>
-  __device__ __forceinline__ int make(const Experts &p, const Block<kGroups> &block, float *weight, bool rehearse, Load load) {
-    const int warp = threadIdx.x >> 5;
+  __device__ __forceinline__ int make(const Experts &p, const Block<kGroups> &block, float *weight, Load load) {
 #pragma unroll 1
-    for (int r = rehearse && warp == kWarps - 1 ? -1 : warp; r < block.live; r += kWarps) {
+    for (int r = threadIdx.x >> 5; r < block.live; r += kWarps) {
       float value[kMany] = {};
-      if (r >= 0) load(r, value);
-      choose<kMany>(p, value, weight + r * p.experts, bits, r < 0);
+      load(r, value);
+      choose<kMany>(p, value, weight + r * p.experts, bits);
     }
     __syncthreads();
     const int first = (threadIdx.x & 31) * kMany; // of a lane's neighbours
