@@ -72,19 +72,25 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--tp-slice", type=least(2), metavar="N", help="one rank's share of N, collectives left out; default: whole")
     add("--rows", nargs="+", type=least(1), default=[1, 4, 8], metavar="N", help="default: 1 4 8")
     add("--context", type=least(1), default=512, metavar="N", help="committed positions; default %(default)s")
+    ours = "page tables of an engine of this context: attention goes by their length; default: as long as the rows need"
+    add("--max-context", type=least(2), metavar="N", help=ours)
     add("--repeats", type=least(1), default=20, metavar="N", help="turns over all layers; default %(default)s")
     command.device_options(add)
     o = command.options(p, argv)
     if max(o.rows) > 64:
         raise Refused(f"--rows {max(o.rows)}: supported: 1 to 64")
+    if o.max_context is not None and o.max_context < (need := o.context + max(o.rows)):
+        raise Refused(f"--max-context {o.max_context}: context and rows need {need}")
     results.writable(o.json)
     return o
 
 
-def chain(engine: Engine, target, context: int, rows: int) -> Chain:
-    """Rows that follow `context` rows of one sequence."""
-    device, pages = engine.parts.device, -(-(context + rows) // PAGE)
-    table = torch.arange(1, pages + 1, dtype=torch.int32, device=device)[None]
+def chain(engine: Engine, target, context: int, rows: int, columns: int | None = None) -> Chain:
+    """Rows that follow `context` rows of one sequence; columns: of the page table, None: as many as the rows need."""
+    device, size = engine.parts.device, engine.cache.page_size
+    pages = -(-(context + rows) // size)
+    table = torch.zeros(1, columns or pages, dtype=torch.int32, device=device)
+    table[0, :pages] = torch.arange(1, pages + 1)
     prefix = torch.tensor([context], device=device)
     at = prefix[:, None] + torch.arange(rows, device=device)
     ids = torch.zeros_like(at)
@@ -125,13 +131,14 @@ def run(o, typed: str) -> list[Figure]:
     """Measure and keep."""
     engine = Engine.load(
         random=o.random, layers=o.layers, tp_slice=o.tp_slice, device=o.device, dtype=o.dtype, graphs=o.graphs,
-        page_size=PAGE, max_batch=1, max_context=o.context + max(o.rows) + 2,
+        page_size=PAGE, max_batch=1, max_context=o.max_context or o.context + max(o.rows) + 2,
     )  # fmt: skip
     parts, device = engine.parts, engine.parts.device
     for rows in parts.cache.storage.values():
         rows.normal_()
     read = bandwidth.read_bandwidth(device)
     speed, figures = results.quantile(read, 0.5), [Figure.of("read_bandwidth", "TB/s", [x / 1e12 for x in read])]
+    columns = engine.programs.columns if o.max_context else None
     tables = {"engine": engine.target}
     if device.type == "cuda" and parts.ops is not FUSED:
         tables["triton"] = view(engine.target, FUSED)
@@ -141,8 +148,9 @@ def run(o, typed: str) -> list[Figure]:
             experts = counts.get(name, 0.0)
             floor = nbytes(engine, name, experts, o.context + rows) / speed * 1e6
             note = f"{o.layers} layers in turn" + (f"; {experts:.2f} different experts a layer" if experts else "")
+            note += f"; page tables of {columns * PAGE} positions" if columns else ""
             for table, target in tables.items():
-                own = chain(engine, target, o.context, rows)
+                own = chain(engine, target, o.context, rows, columns)
                 calls = [Call((layer,), [], 0) for layer in target.layers]
                 us = [x * 1e3 for x in timed(own.step(own.pieces()[name]), calls, o.repeats, device)]
                 figures.append(Figure.of(f"{name}.{rows}.{table}", "us", us, floor=floor, note=note))

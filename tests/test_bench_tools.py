@@ -204,9 +204,9 @@ def test_every_operation_is_timed():
     assert int(follow[0].args[4]) <= int(backlog) + 4
 
 
-def test_chains_of_layers(tmp_path, capsys):
+def test_chains_of_layers(tmp_path, capsys, monkeypatch):
     """Mutants: rows that do not pass on from layer to layer; experts of one layer counted for all; a piece's bytes
-    without its cache rows, or all experts read; a share that is the whole."""
+    without its cache rows, or all experts read; a share that is the whole; tables not of the context asked for."""
     (tmp_path / "toy.json").write_text(json.dumps({"target": target_config(layers=3)}))
     argv = f"--random {tmp_path}/toy.json --layers 3 --rows 1 4 --context 20 --repeats 2 --device cpu".split()
     assert chain.main([*argv, "--json", str(tmp_path / "out.json")]) == 0
@@ -230,6 +230,15 @@ def test_chains_of_layers(tmp_path, capsys):
     share = json.loads((tmp_path / "out.json").read_text())
     assert share["workload"]["tp_slice"] == 2
     assert chain.main([*argv, "--rows", "65"]) == 2
+    assert made.batch.pages.tolist() == [[1]]
+    assert chain.chain(engine, engine.target, 63, 2, 5).batch.pages.tolist() == [[1, 2, 0, 0, 0]]
+    monkeypatch.setattr(chain, "chain", lambda *a, real=chain.chain: seen.append(real(*a)) or seen[-1])
+    seen.clear()
+    assert chain.main([*argv, "--max-context", "200", "--json", str(tmp_path / "out.json")]) == 0
+    assert {one.batch.pages.shape[1] for one in seen} == {1, 5}  # experts are counted over the shortest; 200 + 64 rows
+    long = {f["name"]: f for f in json.loads((tmp_path / "out.json").read_text())["figures"]}
+    assert "page tables of 320 positions" in long["mlp.1.engine"]["note"]
+    assert chain.main([*argv, "--max-context", "23"]) == 2
 
 
 def test_bytes_of_a_call():
