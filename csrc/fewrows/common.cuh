@@ -62,10 +62,10 @@ __device__ __forceinline__ int64_t load_long(const int64_t *p) {
   asm volatile("ld.relaxed.gpu.global.s64 %0, [%1];" : "=l"(r) : "l"(p) : "memory");
   return r;
 }
-// Weights are read once and never written while a cycle runs.
+// Weights are read once and never written while a cycle runs. Not `.nc`: ptxas moves such loads behind griddepcontrol.wait.
 __device__ __forceinline__ uint4 load_weights(const void *p) {
   uint4 r;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
                : "l"(p));
   return r;
