@@ -15,6 +15,7 @@ from . import launch, options, prompts, report
 from .auto import AUTO
 from .compare import Taken, comparison, turns
 from .engine import Engine
+from .interrupt import Interruptions
 from .profile import Profile
 from .request import Sampling
 from .rules import Sampled, rule_of
@@ -32,11 +33,12 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         o = options.parse(argv)
-        if launched() is not None:
-            return launch.guarded(lambda: run(o))
-        if o.tp > 1:
+        if launched() is None and o.tp > 1:
             return launch.command("engine.generate", argv, o.tp)
-        run(o)
+        with Interruptions() as stop:
+            if launched() is not None:
+                return launch.guarded(lambda: run(o, stop))
+            run(o, stop)
     except (Refused, NonFinite) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, Refused) else 1
@@ -49,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def run(o) -> int:
+def run(o, stop: Interruptions) -> int:
     """Load, decode and report as `o`, the parsed options, says; returns 0."""
     given = [prompts.Prompt(o.prompt, "")] if o.prompt_file is None else prompts.read(o.prompt_file)
     given = prompts.chat(given) if o.chat else given
@@ -57,7 +59,7 @@ def run(o) -> int:
     target, draft = options.pair(o)
     shape = options.shape(o, draft)
 
-    engine = load(o, target, draft, None if shape == AUTO else shape)
+    engine = load(o, target, draft, None if shape == AUTO else shape, stop)
     say(report.loaded(engine.parts))
     if engine.parts.device.type == "cpu" and sum(part.nbytes for part in engine.parts.reports) < SMALL:
         torch.set_num_threads(1)
@@ -69,12 +71,12 @@ def run(o) -> int:
         say([f"shape auto: one of {', '.join(map(str, engine.auto.candidates()))} a cycle; costs {engine.auto.said()}"])
     if o.compare:
         for warm in (PLAIN, shape):
-            decode(engine, [(requests[0][0], sampling(o, None, WARM_UP))], warm, Quiet())
+            decode(engine, [(requests[0][0], sampling(o, None, WARM_UP))], warm, Quiet(), stop)
     before, compare = launches(engine), None
-    done = decode(engine, requests, shape, out, profile)
+    done = decode(engine, requests, shape, out, stop, profile)
     if o.compare:
         drawn = isinstance(rule_of(samplings), Sampled)
-        compare = comparison(*interleaved(engine, requests, shape, o.batch), drawn=drawn)
+        compare = comparison(*interleaved(engine, requests, shape, o.batch, stop), drawn=drawn)
     say(report.decoded(done, compare, sum(prompt.templated for prompt in given)))
     if o.stats is not None and engine.parts.tp.rank == 0:
         graphs = [entry | since(entry, before) for entry in engine.graphs.report()]
@@ -98,11 +100,12 @@ def sampling(o, seed: int | None = None, most: int | None = None) -> Sampling:
     )
 
 
-def load(o, target: str | None, draft: str, shape) -> Engine:
+def load(o, target: str | None, draft: str, shape, stop: Interruptions) -> Engine:
     """The engine, a bar on a terminal while weights are read."""
     with tqdm(desc="weights", unit="B", unit_scale=True, disable=None, leave=False) as bar:
 
         def progress(done: int, total: int) -> None:
+            stop.look()
             bar.total = total
             bar.update(done - bar.n)
 
@@ -142,12 +145,14 @@ def encode(engine: Engine, prompt: prompts.Prompt) -> list[int]:
         raise Refused(f"{prompt.where}{error}") from None
 
 
-def decode(engine: Engine, requests: list[tuple[list[int], Sampling]], shape, out, profile=None) -> report.Run:
-    """Decode all requests, each event shown to `out`; profile: an engine.profile.Profile that takes stage times."""
+def decode(engine: Engine, requests: list[tuple[list[int], Sampling]], shape, out, stop=None, profile=None):
+    """Decode all requests, each event shown to `out` -> report.Run; stop: Interruptions that may end it between events;
+    profile: an engine.profile.Profile that takes stage times."""
     results, spans = {}, {}
+    events = engine.stream_all(*map(list, zip(*requests, strict=True)), shape=shape, profile=profile)
     before = sum(sum(counts) for counts in launches(engine).values())
     try:
-        for event in engine.stream_all(*map(list, zip(*requests, strict=True)), shape=shape, profile=profile):
+        for event in events if stop is None else stop.between(events):
             out.show(event)
             request = event.request
             if request.finished:
@@ -162,13 +167,13 @@ def decode(engine: Engine, requests: list[tuple[list[int], Sampling]], shape, ou
     return report.Run([results[i] for i in order], [spans[i] for i in order], after - before, stages)
 
 
-def interleaved(engine: Engine, requests: list[tuple[list[int], Sampling]], shape, batch: int) -> list[Taken]:
+def interleaved(engine: Engine, requests: list[tuple[list[int], Sampling]], shape, batch: int, stop) -> list[Taken]:
     """The requests decoded plainly and with `shape` in turn, one by one where they run one by one, each in ROUNDS."""
     units = [[request] for request in requests] if batch == 1 else [requests]
     taken, expected = {way: Taken() for way in (PLAIN, shape)}, {}
     work = list(turns(taken, len(units), ROUNDS))
     for turn, unit, way in tqdm(work, desc="compare", unit="", disable=None, leave=False):
-        done = decode(engine, units[unit], way, Quiet())
+        done = decode(engine, units[unit], way, Quiet(), stop)
         ids = [result.token_ids for result in done.results]
         taken[way].add(turn, done.results, 1e3 * done.decode_seconds, expected.setdefault(unit, ids))
     return list(taken.values())

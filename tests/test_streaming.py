@@ -2,19 +2,25 @@
 (B30); and whatever ends a request early, at any line, leaves the engine as it was."""
 
 import contextlib
+import ctypes
 import gc
 import signal
 import subprocess
 import sys
+import weakref
+from pathlib import Path
 
 import pytest
 from test_text import saved
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from toys import NEXT, V, cycle_of, follow, pair
 
-from engine import Refused, Sampling, Shape
+from engine import Engine, Refused, Sampling, Shape
 from engine.generate import InOrder, Typewriter, main
+from engine.prompts import Prompt
 from engine.text import HALF
+
+ROOT = Path(__file__).parents[1]
 
 CHAINS = [Shape(k, 1, k + 1) for k in range(1, 8)]
 TREES = [Shape(k, 2, min(2 * k + 2, 3 + (k - 1) * 4)) for k in range(1, 8)]
@@ -338,8 +344,99 @@ def test_ctrl_c_on_the_command_line(toys, batch, capsys, monkeypatch, tmp_path):
     assert err.endswith("error: interrupted\n") and "Traceback" not in err
 
 
+@pytest.fixture
+def attended():
+    """SIGINT as at a terminal, also where the tests are a shell's background job, for whom it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def ctrl_c():
+    signal.raise_signal(signal.SIGINT)
+
+
+class Mourned:
+    """Ctrl-C comes while it is destroyed."""
+
+    def __del__(self):
+        ctrl_c()
+
+
+def in_a_destructor():
+    Mourned()
+
+
+def in_a_weak_reference():
+    thing = set()
+    reference = weakref.ref(thing, lambda _: ctrl_c())
+    del thing
+    assert reference() is None
+
+
+def in_a_callback():
+    ctypes.CFUNCTYPE(None)(ctrl_c)()
+
+
+@pytest.mark.usefixtures("attended")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("place", [ctrl_c, in_a_destructor, in_a_weak_reference, in_a_callback])
+def test_ctrl_c_where_python_forgets_exceptions(toys, place, capsys, monkeypatch):
+    """It ends the run after the cycle in which it comes, and before the first one where it came while loading. Mutants:
+    Python's own handler; the flag not asked between cycles, or not before the first."""
+    target = toys.altered(toys.map(cycle_of(range(len(TALE)))), lambda config, tensors: None)
+    text = saved(characters()[0], target)
+    argv = ["x", "--target", target, "--device", "cpu", "--max-context", "64", "--max-new-tokens", "30"]
+    monkeypatch.setattr("engine.generate.encode", lambda engine, prompt: [0])
+    show, shown = Typewriter.show, []
+
+    def showing(self, event):
+        show(self, event)
+        shown.append(event)
+        if len(shown) == 5:
+            place()
+
+    monkeypatch.setattr(Typewriter, "show", showing)
+    assert main(argv) == 1
+    out, err = capsys.readouterr()
+    assert out == text.decode(follow(0, 5, cycle_of(range(len(TALE))))) + "\n"
+    assert err.endswith("error: interrupted\n") and "Traceback" not in err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    real = Engine.load
+    monkeypatch.setattr(Engine, "load", lambda *args, **words: (real(*args, **words), place())[0])
+    assert main(argv) == 1 and len(shown) == 5
+    out, err = capsys.readouterr()
+    assert not out and err.endswith("error: interrupted\n")
+
+
+def test_ctrl_c_that_nobody_waits_for(toys, capsys, monkeypatch, attended):
+    """A background job goes on. Mutant: the handler put in where SIGINT is ignored."""
+    monkeypatch.setattr(Typewriter, "show", lambda self, event: ctrl_c())
+    argv = ["--prompt-file", "ids.jsonl", "--target", toys.map(), "--device", "cpu", "--max-context", "64"]
+    monkeypatch.setattr("engine.prompts.read", lambda path: [Prompt([0], "")])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assert main([*argv, "--max-new-tokens", "5"]) == 0
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_a_second_ctrl_c_ends_at_once(attended):
+    """Whatever the first one waits for. Mutant: it waits too."""
+    script = """if True:
+        import runpy, signal
+        Interruptions = runpy.run_path("engine/interrupt.py")["Interruptions"]
+        with Interruptions() as stop:
+            for number in stop.between(iter(range(2))):
+                print(number, flush=True)
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
+                print("not here")
+    """
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "0\n", "")
+
+
 @pytest.mark.timeout(120)
-def test_ctrl_c_to_a_process(toys, tmp_path):
+def test_ctrl_c_to_a_process(toys, tmp_path, attended):
     """The real signal while text streams. Mutant: an exit code of a signal's death, or a traceback."""
     after = cycle_of(range(len(TALE)))
     target = toys.altered(toys.map(after), lambda config, tensors: config.update(max_position_embeddings=100000))
