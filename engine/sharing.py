@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from kernels import moe
+from weights.formats import Experts
 
 from .layers.embedding import Embedding
 from .tp import TP
@@ -37,14 +38,14 @@ class Dealt:
 
 
 @dataclass(frozen=True)
-class DealtExperts:
+class DealtExperts(Experts):
     """Parameters of the experts `mine`; a row's other experts count zero here."""
 
     experts: object
     mine: range
 
     def apply(self, ops, x, norm_weight, eps, router, activation, residual):
-        """As the format's own (weights.formats.DenseExperts.apply), with a table whose choices are of `mine` alone."""
+        """As the format's own, with a table whose choices are of `mine` alone."""
 
         def own(*args):
             normed, ids, weights = ops.route(*args)

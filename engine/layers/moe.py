@@ -62,11 +62,10 @@ class MoE:
 
     def _share(self, x, norm_weight, carried):
         """This rank's part of the sum, on top of `carried`."""
-        given, shared = (self.ops, x, norm_weight, self.norm.eps, self.router, self.activation, carried), self.shared
-        if shared is not None and self.activation == "silu" and hasattr(self.experts, "apply_beside"):
-            return self.experts.apply_beside(*given, shared.gate_up, shared.down)
-        y = self.experts.apply(*given)
-        return y if shared is None else shared.share(x, norm_weight, y)
+        given = self.ops, x, norm_weight, self.norm.eps, self.router, self.activation, carried
+        if self.shared is None:
+            return self.experts.apply(*given)
+        return self.experts.apply_beside(*given, self.shared)
 
 
 def beside_shared(source, norm, config, weight_format, ops, tp):

@@ -4,7 +4,7 @@ result."""
 from collections.abc import Callable
 
 from weights.fields import Fields
-from weights.formats.dense import BiasedExperts, Dense, DenseExperts, ExpertNames
+from weights.formats.dense import BiasedExperts, Dense, DenseExperts, ExpertNames, Experts
 from weights.formats.fp8 import Fp8Blocks, Fp8Experts
 from weights.formats.int4 import Int4Experts, Int4Groups
 from weights.formats.modules import quantization
@@ -23,6 +23,7 @@ __all__ = [
     "Dense",
     "DenseExperts",
     "ExpertNames",
+    "Experts",
     "Fp8Blocks",
     "Fp8Experts",
     "Int4Experts",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,15 +20,12 @@ class ExpertNames:
     down: str
 
 
-@dataclass(frozen=True)
-class DenseExperts:
-    """Parameters of a layer's experts, this rank's share I of the intermediate size."""
+class Experts(ABC):
+    """A layer's experts: what every format's parameters offer."""
 
-    gate_up: torch.Tensor  # [E, 2I, D], gate rows first
-    down: torch.Tensor  # [E, D, I]
-
+    @abstractmethod
     def apply(self, ops, x, norm_weight, eps, router, activation, residual):
-        """Route rows and run them through their experts: what every format's parameters offer.
+        """Route rows and run them through their experts.
 
         Args:
             ops: the table of operations (kernels.Ops); x: [N, D] before its norm (norm_weight [D], eps; None: after).
@@ -38,13 +36,28 @@ class DenseExperts:
         Returns:
             [N, D].
         """
+
+    def apply_beside(self, ops, x, norm_weight, eps, router, activation, residual, shared):
+        """The same and, added last, a shared expert of the same activation (engine.layers.mlp.MLP)."""
+        return shared.share(x, norm_weight, self.apply(ops, x, norm_weight, eps, router, activation, residual))
+
+
+@dataclass(frozen=True)
+class DenseExperts(Experts):
+    """Parameters of a layer's experts, this rank's share I of the intermediate size."""
+
+    gate_up: torch.Tensor  # [E, 2I, D], gate rows first
+    down: torch.Tensor  # [E, D, I]
+
+    def apply(self, ops, x, norm_weight, eps, router, activation, residual):
+        """As Experts.apply."""
         r, e = router, self
         choice = (r.gate, r.rule, r.bias, r.correction)
         return ops.moe(x, norm_weight, eps, *choice, e.gate_up, e.down, activation, residual)
 
 
 @dataclass(frozen=True)
-class BiasedExperts:
+class BiasedExperts(Experts):
     """Parameters of a layer's experts with biases, this rank's share I of the intermediate size."""
 
     gate_up: torch.Tensor  # [E, 2I, D], gate rows first
@@ -53,7 +66,7 @@ class BiasedExperts:
     down_bias: torch.Tensor | None  # [E, D]; a sum over ranks holds it once
 
     def apply(self, ops, x, norm_weight, eps, router, activation, residual):
-        """As DenseExperts.apply."""
+        """As Experts.apply."""
         normed, ids, weights = router(ops, x, norm_weight, eps)
         biases = self.gate_up_bias, self.down_bias
         return ops.experts(normed, ids, weights, self.gate_up, self.down, activation, residual, *biases)

@@ -13,7 +13,7 @@ import torch
 
 from weights.cut import Cut
 from weights.fields import Fields, Refused
-from weights.formats.dense import Dense, DenseExperts, ExpertNames
+from weights.formats.dense import Dense, DenseExperts, ExpertNames, Experts
 from weights.formats.modules import Modules, converted_match, strings
 from weights.formats.view import Dequantised
 from weights.source import Source
@@ -43,7 +43,7 @@ def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class Fp8Experts:
+class Fp8Experts(Experts):
     """Parameters of a layer's experts, packed; this rank's share I of the intermediate size."""
 
     gate_up: torch.Tensor  # [E, 2I, D] float8_e4m3fn, gate rows first
@@ -52,7 +52,7 @@ class Fp8Experts:
     down_scale: torch.Tensor  # [E, blocks(D), blocks(I)] fp32
 
     def apply(self, ops, x, norm_weight, eps, router, activation, residual):
-        """As DenseExperts.apply."""
+        """As Experts.apply."""
         normed, ids, weights = router(ops, x, norm_weight, eps)
         packed = self.gate_up, self.gate_up_scale, self.down, self.down_scale
         return ops.experts_fp8(normed, ids, weights, *packed, activation, residual)

@@ -13,7 +13,7 @@ import torch
 
 from weights.cut import Cut
 from weights.fields import Fields, Refused, shown
-from weights.formats.dense import Dense, DenseExperts, ExpertNames
+from weights.formats.dense import Dense, DenseExperts, ExpertNames, Experts
 from weights.formats.modules import Modules, compressed_match, strings
 from weights.formats.view import Dequantised
 from weights.source import Source
@@ -42,7 +42,7 @@ def pack(weight: torch.Tensor, group: int, dtype: torch.dtype = torch.bfloat16) 
 
 
 @dataclass(frozen=True)
-class Int4Experts:
+class Int4Experts(Experts):
     """Parameters of a layer's experts, packed; this rank's share I of the intermediate size."""
 
     gate_up: torch.Tensor  # [E, 2I, D / 8] int32, gate rows first
@@ -51,16 +51,18 @@ class Int4Experts:
     down_scale: torch.Tensor  # [E, D, I / group]
 
     def apply(self, ops, x, norm_weight, eps, router, activation, residual):
-        """As DenseExperts.apply."""
+        """As Experts.apply."""
         normed, ids, weights = router(ops, x, norm_weight, eps)
         packed = self.gate_up, self.gate_up_scale, self.down, self.down_scale
         return ops.experts_int4(normed, ids, weights, *packed, activation, residual)
 
-    def apply_beside(self, ops, x, norm_weight, eps, router, activation, residual, gate_up, down):
-        """The same and a shared expert, gate_up [2S, D] and down [D, S], in no more launches. Activations are SiLU."""
-        normed, ids, weights, hidden = router(ops, x, norm_weight, eps, gate_up)
+    def apply_beside(self, ops, x, norm_weight, eps, router, activation, residual, shared):
+        """As Experts.apply_beside; SiLU in no more launches than without the shared expert."""
+        if activation != "silu":
+            return super().apply_beside(ops, x, norm_weight, eps, router, activation, residual, shared)
+        normed, ids, weights, hidden = router(ops, x, norm_weight, eps, shared.gate_up)
         packed = self.gate_up, self.gate_up_scale, self.down, self.down_scale
-        return ops.experts_int4(normed, ids, weights, *packed, activation, residual, hidden, down)
+        return ops.experts_int4(normed, ids, weights, *packed, activation, residual, hidden, shared.down)
 
 
 class Int4Groups:

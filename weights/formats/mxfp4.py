@@ -15,7 +15,7 @@ import torch
 
 from weights.cut import Cut
 from weights.fields import Fields, Refused
-from weights.formats.dense import BiasedExperts, Dense, ExpertNames
+from weights.formats.dense import BiasedExperts, Dense, ExpertNames, Experts
 from weights.formats.modules import Modules, converted_match, strings
 from weights.source import Source
 
@@ -54,7 +54,7 @@ def lay_out(blocks: torch.Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Mxfp4Experts:
+class Mxfp4Experts(Experts):
     """Parameters of a layer's experts, packed; this rank's share I of the intermediate size. Rows of gate_up are stored
     as gate 0, up 0, gate 1, up 1 …, and stay so."""
 
@@ -66,7 +66,7 @@ class Mxfp4Experts:
     down_bias: torch.Tensor | None  # [E, D]; a sum over ranks holds it once
 
     def apply(self, ops, x, norm_weight, eps, router, activation, residual):
-        """As DenseExperts.apply."""
+        """As Experts.apply."""
         normed, ids, weights = router(ops, x, norm_weight, eps)
         wide = self.gate_up, self.gate_up_scale, self.gate_up_bias
         tall = self.down, self.down_scale, self.down_bias
