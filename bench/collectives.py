@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from engine import spawn, tp
+from engine.device import DTYPES, device_of
 from engine.links import Linked, fastened
-from engine.loading import DTYPES, device_of
 from engine.options import Parser, least
 from kernels import FUSED, REFERENCE
 from weights import named

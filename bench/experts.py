@@ -12,8 +12,11 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
-from engine import loading, memory
+from engine import memory
+from engine.device import device_of, dtype_of
 from engine.layers.moe import projections
+from engine.loading import Options
+from engine.opening import open_target
 from engine.options import Parser, least
 from kernels import FUSED, REFERENCE, native
 from weights import Source
@@ -70,7 +73,7 @@ def declared(source: Source, form, config, layers: int) -> list:
 
 def load(o, device: torch.device, dtype: torch.dtype) -> Experts:
     """Random codes on the device. Raises Refused: plain experts, too little memory, a share that splits a group."""
-    opened = loading.open_target(loading.Options(random=o.random))
+    opened = open_target(Options(random=o.random))
     config, where = opened.config, f"--random {o.random}"
     if not hasattr(config, "experts") or o.layers > config.layers:
         raise Refused(f"{where}: {config.layers} layers; supported: models with experts in --layers {o.layers} of them")
@@ -121,8 +124,8 @@ def tables(operation: str, device: torch.device, dtype: torch.dtype) -> dict:
 
 def run(o, typed: str) -> list[Figure]:
     """Measure and keep."""
-    device = loading.device_of(o.device)
-    dtype = loading.dtype_of(o.dtype, device)
+    device = device_of(o.device)
+    dtype = dtype_of(o.dtype, device)
     read = bandwidth.read_bandwidth(device)
     figures = [Figure.of("read_bandwidth", "TB/s", [x / 1e12 for x in read])]
     experts = load(o, device, dtype)

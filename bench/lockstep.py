@@ -10,7 +10,7 @@ import sys
 import torch
 
 from engine import Engine, Sampling, Shape, spawn
-from engine.loading import device_of
+from engine.device import device_of
 from engine.options import DEMO, Parser, least
 from engine.shape import PLAIN
 from weights.config import Refused

@@ -13,7 +13,8 @@ from tqdm import tqdm
 
 from engine import Engine, spawn
 from engine.engine import DEFAULT_SHAPE
-from engine.loading import Options, open_target
+from engine.loading import Options
+from engine.opening import open_target
 from engine.options import Parser, least
 from engine.plan import Plan
 from engine.shape import PLAIN, Shape

@@ -13,9 +13,9 @@ from weights.capture import FINAL
 from weights.config import Refused
 
 from . import prompts
+from .device import DTYPES
 from .engine import Engine
 from .launch import guarded
-from .loading import DTYPES
 from .options import DEMO, Parser, least
 from .ranks import RankFailed, spawn
 from .tp import launched, ranks_started

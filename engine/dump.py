@@ -18,10 +18,12 @@ from weights.config import Refused
 from weights.dump import Plan, Sequence, Writer
 
 from . import prompts
+from .device import DTYPES, device_of, dtype_of
 from .engine import Engine
 from .forced import Teacher
 from .lessons import fingerprint
-from .loading import DTYPES, SHORT, Options, device_of, dtype_of, open_target
+from .loading import SHORT, Options
+from .opening import open_target
 from .options import Parser, least
 from .ranks import RankFailed, spawn
 from .streams import read_stream

@@ -6,6 +6,7 @@ import inspect
 
 from weights.config import Refused
 
+from .asking import encoded, ids_of, named, requests_of, several
 from .auto import AUTO, Auto
 from .cache import Pool
 from .chooser import Fixed
@@ -14,12 +15,11 @@ from .loading import Options, load
 from .logprobs import wanted
 from .programs import Programs
 from .report import statistics
-from .request import Request, Sampling
+from .request import Sampling
 from .rules import rule_of
 from .score import score
 from .session import Session
 from .shape import PLAIN, Shape
-from .text import token_ids
 from .watch import Watch, tensors
 
 DEFAULT_SHAPE = Shape(3, 1, 4)
@@ -139,16 +139,7 @@ class Engine:
 
     def encode(self, prompt):
         """Token ids of a prompt: a text, a list of ids, or a list of chat messages. Raises Refused."""
-        ids = self.ids(prompt)
-        if len(ids) >= self.parts.max_context:
-            raise Refused(
-                f"prompt: {len(ids)} tokens leave no room for a new one; the context holds {self.parts.max_context}"
-            )
-        return ids
-
-    def ids(self, prompt):
-        """The same without a limit of length."""
-        return token_ids(prompt, self.parts.text, self.parts.target.head.vocabulary)
+        return encoded(self.parts, prompt)
 
     def score(self, prompt):
         """Teacher-forced scores of a text, a list of ids or of messages; no stream may be in progress.
@@ -159,7 +150,7 @@ class Engine:
         Raises Refused for what is no prompt, or longer than the context or the cache.
         """
         self._idle()
-        ids, most = self.parts.tp.word(lambda: self.ids(prompt)), self.parts.max_context
+        ids, most = self.parts.tp.word(lambda: ids_of(self.parts, prompt)), self.parts.max_context
         if len(ids) > most:
             raise Refused(f"score: {len(ids)} tokens; the context holds {most}")
         self.pool.demand(len(ids))
@@ -184,18 +175,18 @@ class Engine:
         Returns:
             Result (engine.request), or a list of them in the order of the prompts.
         """
-        several = _several(prompt)
-        prompts = prompt if several else [prompt]
+        many = several(prompt)
+        prompts = prompt if many else [prompt]
         samplings = sampling if isinstance(sampling, list) else [sampling or Sampling()] * len(prompts)
         shape = shape or self.shape
-        requests = self._requests(prompts, samplings)
+        requests = requests_of(self.parts, prompts, samplings)
         with contextlib.closing(self._session(requests, shape, profile=profile)) as events:
             for _ in events:
                 pass
         results = [request.result(PLAIN if shape == AUTO else shape) for request in requests]
         for result in results:
             result.stats = statistics(result)
-        return results if several else results[0]
+        return results if many else results[0]
 
     def stream(self, prompt, sampling=None, *, shape=None, details=True):
         """Decode one prompt cycle by cycle; leaving the loop early frees everything the request held.
@@ -204,44 +195,16 @@ class Engine:
             engine.session.Event: .tokens .text .tree .accepted .features. The first is the prefill's own token, without
             a tree. details False: neither trees nor features are gathered.
         """
-        requests = self._requests([prompt], [sampling or Sampling()])
+        requests = requests_of(self.parts, [prompt], [sampling or Sampling()])
         return self._session(requests, shape or self.shape, detail=details)
 
     def stream_all(self, prompts, samplings, *, shape=None, profile=None, details=False):
         """Decode a list of prompts, yielding the Event of whichever request moved; .request.index tells which."""
-        requests = self._requests(prompts, samplings)
+        requests = requests_of(self.parts, prompts, samplings)
         return self._session(requests, shape or self.shape, detail=details, profile=profile)
 
-    def _requests(self, prompts, samplings):
-        """A request of each prompt, as rank 0 has them; of several, what is refused is said with its index."""
-        asked = self.parts.tp.word(lambda: self._asked(prompts, samplings))
-        return [self._request(index, *one) for index, one in enumerate(asked)]
-
-    def _asked(self, prompts, samplings):
-        """[(ids, sampling)], all of it checked."""
-        if len(samplings) != len(prompts):
-            raise Refused(f"sampling: {len(samplings)} for {len(prompts)} prompts; supported: one, or one for each")
-        requests = []
-        for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
-            with _named(index, len(prompts)):
-                ids = self.encode(prompt)
-                self._request(index, ids, sampling)
-                requests.append((ids, sampling))
-        return requests
-
-    def _request(self, index, ids, sampling):
-        vocabulary = self.parts.target.head.vocabulary
-        for token in sampling.stop_ids:
-            if token >= vocabulary:
-                raise Refused(f"stop_ids: {token} is outside the vocabulary of {vocabulary}")
-        if (sampling.logprobs or 0) > vocabulary:
-            raise Refused(f"logprobs is {sampling.logprobs}; supported: 0 to {vocabulary}, the vocabulary")
-        own = () if sampling.ignore_eos else self.parts.end_ids
-        limit = min(sampling.max_new_tokens, self.parts.max_context - len(ids))
-        return Request(index, ids, sampling, frozenset(own) | set(sampling.stop_ids), limit, self.parts.text)
-
     def _session(self, requests, shape, detail=False, profile=None):
-        """The events' generator; requests: of `_requests`, shape: a Shape or AUTO."""
+        """The events' generator; requests: of `requests_of`, shape: a Shape or AUTO."""
         self._idle()
         self._check(shape)
         batch = self.batch(len(requests))
@@ -251,7 +214,7 @@ class Engine:
     def run(self, prompts, samplings, chooser, *, profile=None, details=False):
         """As `stream_all`, each cycle's shape chosen by `chooser` (engine.chooser)."""
         self._idle()
-        requests = self._requests(prompts, samplings)
+        requests = requests_of(self.parts, prompts, samplings)
         return self._events_of(requests, self.batch(len(requests)), chooser, details, profile)
 
     def _chooser(self, shape, batch, rule):
@@ -263,7 +226,7 @@ class Engine:
         session = Session(self.programs, self.pool, requests, batch, chooser, chunk, detail=detail, profile=profile)
         rows = [session.rows(request) for request in requests]
         for index, need in enumerate(rows):
-            with _named(index, len(rows)):
+            with named(index, len(rows)):
                 self.pool.demand(need)
         return self._run(session, self.pool.pages_for(max(rows, default=1)))
 
@@ -301,21 +264,3 @@ class Engine:
         except Refused:
             return False
         return True
-
-
-def _several(prompt):
-    """Whether `prompt` is a list of prompts rather than one."""
-    if not isinstance(prompt, list) or not prompt:
-        return False
-    return isinstance(prompt[0], str | list)
-
-
-@contextlib.contextmanager
-def _named(index, count):
-    """What is refused inside is said of prompt `index`, where there are several."""
-    try:
-        yield
-    except Refused as error:
-        if count == 1:
-            raise
-        raise Refused(f"prompt {index}: {str(error).removeprefix('prompt: ')}") from None

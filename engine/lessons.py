@@ -20,7 +20,7 @@ from weights.dump import Choice, Dump
 from weights.formats import format_of
 
 from .forced import PAGE, Teacher, lesson_of
-from .loading import Plan
+from .plan import Plan
 from .streams import Windows, streams
 from .targets import TARGETS
 from .tp import TP
@@ -59,7 +59,7 @@ class FromText:
     """Lessons of a corpus, and of the target's own text where asked for.
 
     Args:
-        o: options of engine.train; opened: engine.loading.Opened; capture: the boundaries; say: callable(line).
+        o: options of engine.train; opened: engine.opening.Opened; capture: the boundaries; say: callable(line).
         own: self-generated windows of an interrupted run.
     """
 

@@ -8,42 +8,22 @@ import torch
 
 from kernels import FUSED, PREFILL, REFERENCE, Ops, native
 from kernels.prefill import ATTENTIONS, with_attention
-from weights import AnyCheckpoint, Checkpoint, Refused, Renamed, head_names, named, resolve
+from weights import Refused
 from weights.capture import Capture, boundaries
-from weights.config import (
-    DeepseekConfig,
-    Eagle3Config,
-    Glm4MoeConfig,
-    GptOssConfig,
-    LlamaConfig,
-    MixtralConfig,
-    Qwen3MoeConfig,
-)
-from weights.formats import format_of
 from weights.heads import check_table
 
 from . import memory, wiring
 from .buffers import MAX_NODES
 from .cache import Cache
+from .device import device_of, dtype_of
 from .links import REDUCTIONS, fastened
-from .plan import DRAFT_TP, Opened, Plan, divided, faster
+from .opening import config_of, open_draft, open_target
+from .plan import DRAFT_TP, Plan, divided, faster
 from .slice import Slice
 from .text import Text
-from .tp import TP, join, own_gpu, ranks_here
+from .tp import TP, join, ranks_here
 
-CONFIGS = {
-    "LlamaForCausalLM": LlamaConfig,
-    "Qwen3ForCausalLM": LlamaConfig,
-    "Qwen3MoeForCausalLM": Qwen3MoeConfig,
-    "DeepseekV2ForCausalLM": DeepseekConfig,
-    "DeepseekV3ForCausalLM": DeepseekConfig,
-    "KimiK25ForConditionalGeneration": DeepseekConfig,
-    "MixtralForCausalLM": MixtralConfig,
-    "Glm4MoeForCausalLM": Glm4MoeConfig,
-    "GptOssForCausalLM": GptOssConfig,
-}
 SHORT, LONG, ROOM = 512, 8192, 16 << 30  # prompt rows a pass by default, bytes that must be free for long ones
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -107,37 +87,6 @@ class Parts:
         return getattr(self.prompt_ops.attention, "begin", None)
 
 
-def device_of(name, tp=1):
-    """torch.device of a name, None: CUDA where there is a GPU; with several ranks the GPU of this one. A GPU that is
-    named by its number becomes the current one: kernels and graphs go there."""
-    if tp > 1 and torch.cuda.is_available() and name in (None, "cuda"):
-        return torch.device(own_gpu(tp, torch.cuda.device_count()))
-    if tp > 1 and name not in (None, "cpu", "cuda"):
-        raise Refused(f"device: {name!r} with {tp} ranks; supported: cpu, or cuda (to each rank the GPU of its number)")
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise Refused(f"device: {name!r} is unknown; supported: cpu, cuda, cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
-        raise Refused(f"device: {name!r} is not supported; supported: cpu, cuda, cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise Refused(f"device: {name!r}, but this machine has {torch.cuda.device_count()} CUDA devices")
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
-    return device
-
-
-def dtype_of(name, device):
-    """torch.dtype of a name, None: bfloat16 on CUDA, float32 on the CPU."""
-    if name is None:
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name not in DTYPES:
-        raise Refused(f"dtype: {name!r} is unknown; supported: {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
 def operations(options, device, dtype, announce=None):
     """-> the table of cycles, the table of a prompt's passes, and what they are in one line.
 
@@ -174,62 +123,6 @@ def _prompt_attention(options, device, dtype):
         raise Refused(f"prompt_attention: {name!r} is not installed; supported here: {plain}")
 
 
-def _config(checkpoint):
-    """Where a config's keys stand, for messages."""
-    return f"{checkpoint.where}/config.json"
-
-
-def _reduced(raw, layers):
-    """The config with fewer layers, or as it is (None)."""
-    if layers is None:
-        return raw
-    if "text_config" in raw:
-        return {**raw, "text_config": _reduced(raw["text_config"], layers)}
-    return {**raw, "num_hidden_layers": layers}
-
-
-def open_target(options):
-    """The target's checkpoint and config; nothing but headers is read."""
-    if options.random is not None:
-        found = named(options.random)
-        if "target" not in found:
-            raise Refused(f"random: {options.random!r} describes a draft head; supported there: --draft random:NAME")
-        checkpoint, folder = AnyCheckpoint(_reduced(found["target"], options.layers)), None
-    elif options.layers is not None:
-        raise Refused(f"layers: {options.layers} needs random weights; supported: with --random")
-    else:
-        folder = resolve(options.target)
-        checkpoint = Checkpoint.open(folder)
-    names = checkpoint.config.get("architectures")
-    reader = CONFIGS.get(names[0]) if isinstance(names, list) and len(names) == 1 else None
-    if reader is None:
-        raise Refused(
-            f"{_config(checkpoint)}: key 'architectures' is {names!r}; supported targets: {', '.join(CONFIGS)}"
-        )
-    config = reader.read(checkpoint.config, _config(checkpoint), checkpoint.generation)
-    return Opened(format_of(checkpoint.config, _config(checkpoint)).view(checkpoint), config, folder)
-
-
-def open_draft(options):
-    """The drafter's checkpoint (under canonical names) and config, None where there is none."""
-    if options.draft is None or options.draft == "none":
-        return None
-    if options.draft.startswith("random:"):
-        found = named(options.draft.removeprefix("random:"))
-        if "draft" not in found:
-            raise Refused(f"draft: {options.draft!r} names a target config; supported there: --random NAME")
-        raw = found["draft"]
-        own = {"lm_head.weight", "d2t"} if raw.get("draft_vocab_size") else {"lm_head.weight"}
-        later = range(1, raw.get("num_hidden_layers", 1))
-        norms = {f"layers.{i}.input_layernorm.weight" for i in later}
-        checkpoint, folder = AnyCheckpoint(raw, present=own | norms), None
-    else:
-        folder = resolve(options.draft)
-        checkpoint = Checkpoint.open(folder)
-        checkpoint = Renamed(checkpoint, head_names(checkpoint))
-    return Opened(checkpoint, Eagle3Config.read(checkpoint.config, _config(checkpoint)), folder)
-
-
 @dataclass(frozen=True)
 class Judged:
     """What is known once headers have been read: how to build the pair, its dry build, and what it may then hold."""
@@ -248,8 +141,8 @@ def _judge(options, device, dtype, tp, announce):
     max_context = _context(options, target.config)
     capture = None
     if draft is not None:
-        draft.config.fits(target.config.hidden, target.config.vocab, _config(draft.checkpoint))
-        draft.config.reaches(max_context, _config(draft.checkpoint))
+        draft.config.fits(target.config.hidden, target.config.vocab, config_of(draft.checkpoint))
+        draft.config.reaches(max_context, config_of(draft.checkpoint))
         capture = boundaries(draft.config, target.config.layers, options.capture_layers)
     elif options.capture_layers is not None:
         capture = boundaries(None, target.config.layers, options.capture_layers)  # for a drafter assigned later

@@ -7,8 +7,9 @@ from pathlib import Path
 from weights.config import Refused
 
 from .auto import AUTO
+from .device import DTYPES
 from .graph import MODES
-from .loading import DTYPES, Options
+from .loading import Options
 from .plan import DRAFT_TP
 from .request import Sampling
 from .shape import MAX_NODES, PLAIN, Shape

@@ -14,6 +14,7 @@ from weights.formats import format_of
 from weights.heads import tolerated
 
 from .drafters import DRAFTERS
+from .opening import Opened
 from .sharing import Dealt, Lent
 from .targets import TARGETS
 from .tp import TP
@@ -21,15 +22,6 @@ from .watch import tensors
 
 DRAFT_TP = ("cut", "replicated", "auto")
 MEASURED = 20  # collectives timed
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A checkpoint with its config read: `config` of weights.config, `folder` None for random weights."""
-
-    checkpoint: object
-    config: object
-    folder: object
 
 
 @dataclass(frozen=True)

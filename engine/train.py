@@ -16,9 +16,11 @@ import torch
 from weights.config import Eagle3Config, Refused
 from weights.deepseek import language
 
+from .device import device_of
 from .forced import PAGE
 from .lessons import FromDump, FromText
-from .loading import Options, device_of, open_target
+from .loading import Options
+from .opening import open_target
 from .options import Parser, least, number
 from .train_head import Head, describe, draft_vocabulary, losses
 

@@ -21,7 +21,8 @@ from toys import V, pair
 from engine import Sampling, Shape, dump, train
 from engine.forced import Teacher
 from engine.lessons import FromDump
-from engine.loading import Options, open_target
+from engine.loading import Options
+from engine.opening import open_target
 from weights.dump import Dump
 
 LAYERS, BOUNDARIES = 4, (2, 3)

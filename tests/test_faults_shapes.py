@@ -8,6 +8,7 @@ from oracles import Forced, FreshHead, Replay, Transformers
 from toys import NEXT, V, disturb, follow, pair
 
 from engine import Sampling, Shape
+from engine.asking import request_of
 from engine.buffers import BACKLOG
 from engine.chooser import Fixed
 from engine.session import Session
@@ -56,7 +57,7 @@ class InTurn(Fixed):
 
 def switching(engine, prompts, shapes, cap):
     """Decode with a shape for each launch, in turn; -> requests, in order."""
-    requests = [engine._request(i, p, Sampling(max_new_tokens=cap)) for i, p in enumerate(prompts)]
+    requests = [request_of(engine.parts, i, p, Sampling(max_new_tokens=cap)) for i, p in enumerate(prompts)]
     session = Session(engine.programs, engine.pool, requests, len(prompts), InTurn(shapes), 32)
     engine.programs.state(len(prompts)).widen(engine.pool.pages_for(max(map(session.rows, requests))))
     for _ in session.events():

@@ -202,10 +202,13 @@ def serves(engine, after=NEXT):
     assert engine.generate([3, 9], Sampling(max_new_tokens=9), shape=CHAIN).token_ids == follow(9, 9, after)
 
 
+HOST = tuple(f"engine/{name}.py" for name in ("session", "cache", "engine", "asking", "request"))
+
+
 class Interrupt:
     """Raises KeyboardInterrupt at the n-th line that runs in the given files, once."""
 
-    def __init__(self, at, files=("engine/session.py", "engine/cache.py", "engine/engine.py", "engine/request.py")):
+    def __init__(self, at, files=HOST):
         self.left, self.files = at, files
 
     def _line(self, frame, event, _):

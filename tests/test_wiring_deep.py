@@ -14,7 +14,8 @@ from toys import Noise, V, draft_config, pair
 
 from engine import Sampling, Shape, diagnose, dump, generate
 from engine.lessons import FromDump
-from engine.loading import Options, open_target
+from engine.loading import Options
+from engine.opening import open_target
 from engine.report import loaded
 from engine.train_head import Head, losses
 from weights.config import Eagle3Config
