@@ -18,7 +18,7 @@ from .report import statistics
 from .request import Sampling
 from .rules import rule_of
 from .score import score
-from .session import Session
+from .session import NonFinite, Session
 from .shape import PLAIN, Shape
 from .watch import Watch, tensors
 
@@ -174,18 +174,24 @@ class Engine:
 
         Returns:
             Result (engine.request), or a list of them in the order of the prompts.
+
+        Raises NonFinite (engine.session) when all have ended, where logits were not finite: its `results` has the
+        others' results.
         """
         many = several(prompt)
         prompts = prompt if many else [prompt]
         samplings = sampling if isinstance(sampling, list) else [sampling or Sampling()] * len(prompts)
         shape = shape or self.shape
         requests = requests_of(self.parts, prompts, samplings)
-        with contextlib.closing(self._session(requests, shape, profile=profile)) as events:
-            for _ in events:
-                pass
-        results = [request.result(PLAIN if shape == AUTO else shape) for request in requests]
-        for result in results:
-            result.stats = statistics(result)
+        own = PLAIN if shape == AUTO else shape
+        try:
+            with contextlib.closing(self._session(requests, shape, profile=profile)) as events:
+                for _ in events:
+                    pass
+        except NonFinite as error:
+            error.results = _results(requests, own)
+            raise
+        results = _results(requests, own)
         return results if many else results[0]
 
     def stream(self, prompt, sampling=None, *, shape=None, details=True):
@@ -264,3 +270,11 @@ class Engine:
         except Refused:
             return False
         return True
+
+
+def _results(requests, shape):
+    """What finished requests came to, None for those that failed; shape: theirs where no cycle ran."""
+    results = [None if request.failure else request.result(shape) for request in requests]
+    for result in filter(None, results):
+        result.stats = statistics(result)
+    return results

@@ -106,6 +106,7 @@ class Request:
         self.token_ids, self.cycles, self.shapes, self.pages = [], [], [], []
         self.logprobs = None if sampling.logprobs is None else []
         self.finish_reason, self.stop = (None, None) if limit else ("length", None)
+        self.failure = None  # where its logits were not finite
         self.prefill_ms, self.reused = None, 0  # rows of its prompt that were in the cache
         self.begin()
 
@@ -160,6 +161,11 @@ class Request:
         if self.finished and self.stream is not None:
             pieces.append(self.stream.finish())
         return kept, None if self.stream is None else "".join(pieces)
+
+    def fail(self, place):
+        """End it: no token follows. Returns the text still held back, None without a tokenizer."""
+        self.finish_reason, self.failure = "error", place
+        return None if self.stream is None else self.stream.finish()
 
     def _cut(self, token):
         if token in self.end_ids:

@@ -18,7 +18,18 @@ from .shape import PLAIN
 
 
 class NonFinite(RuntimeError):
-    """The target's logits were NaN or infinite."""
+    """The target's logits were NaN or infinite: where, of each request that it ended.
+
+    results: of Engine.generate's prompts, None for one that it ended.
+    """
+
+    results = None
+
+    @classmethod
+    def of(cls, requests):
+        """What the requests of a session ended with; None where nothing."""
+        said = [f"{request.failure} of request {request.index}" for request in requests if request.failure]
+        return cls("; ".join(f"non-finite logits at {place}" for place in said)) if said else None
 
 
 @dataclass
@@ -36,6 +47,7 @@ class TreeView:
 @dataclass
 class Event:
     """What one cycle gave one request; tree and accepted None for the prefill's own token, features without details.
+    One that fails (finish_reason "error") ends without tokens.
 
     tokens: ids kept; text: what they release; accepted: node indices of the path; features [len(tokens), F], row k
     under emitted token k; logprobs: one entry a token (engine.logprobs) where the request asked for them.
@@ -51,7 +63,8 @@ class Event:
 
 
 class Session:
-    """Runs a list of requests to their ends, `batch` at a time.
+    """Runs a list of requests to their ends, `batch` at a time. Non-finite logits end the request whose they are; when
+    the others have come to their ends, NonFinite is raised.
 
     chooser: names the shape of each cycle (engine.auto); the drafter catches up first where it must. Where any of its
     shapes drafts, plain cycles keep the drafter's backlog. profile: an engine.profile.Profile that takes the stages'
@@ -91,6 +104,8 @@ class Session:
                 if flight and (len(flight) > ahead or not any(r and not r.finished for r in self.slots)):
                     yield from self._read(flight.popleft())
                 self._release()
+            if (failed := NonFinite.of(self.requests)) is not None:
+                raise failed
         except BaseException:  # the caller's exception or Ctrl-C, a closed or forgotten generator
             self._abandon()
             raise
@@ -111,7 +126,8 @@ class Session:
             slot = self.slots.index(None)
             self.slots[slot] = request
             event = self._prefill(slot, request)
-            self.pool.keep(request.pages, names)
+            if request.failure is None:
+                self.pool.keep(request.pages, names)
             yield event
 
     def _names(self, request):
@@ -137,7 +153,7 @@ class Session:
             target, drafter, p.cache, tokens, table, self.chunk, request.reused, logits, p.begin_prompt, forward
         )
         if not bool(torch.isfinite(lse)):
-            raise NonFinite(f"non-finite logits at position {len(request.ids) - 1} (the prompt's last token)")
+            return self._failed(request, f"position {len(request.ids) - 1}")
         request.prefill_ms = (time.perf_counter() - request.began) * 1e3
         s.draws.seat(slot, **request.draws)
         position = torch.full_like(best, len(request.ids))
@@ -197,8 +213,11 @@ class Session:
                 logprobs = request.note(numbers and numbers.entries(slot, kept, most))
                 yield Event(request, kept, text, *self._details(report, slot, len(kept)), logprobs)
             if fault and not request.finished:
-                position = len(request.ids) + len(request.token_ids) - 1
-                raise NonFinite(f"non-finite logits at position {position} of request {request.index}")
+                yield self._failed(request, f"position {len(request.ids) + len(request.token_ids) - 1}")
+
+    def _failed(self, request, place):
+        """The last Event of a request that ends at `place` without a further token."""
+        return Event(request, [], request.fail(place), logprobs=request.note([]))
 
     def _details(self, report, slot, count):
         if not self.detail:

@@ -11,7 +11,7 @@ import kernels
 from bench.chain import chain
 from engine import Engine, Sampling, Shape
 from engine.profile import Profile
-from engine.session import Session
+from engine.session import NonFinite, Session
 from engine.shape import PLAIN
 
 pytestmark = pytest.mark.gpu
@@ -228,6 +228,26 @@ def test_statistics_name_the_captures(demo, tmp_path):
     stats = json.loads(file.read_text())
     assert [(e["captured"], e["eager"]) for e in stats["graphs"]] == [(True, 0)]
     assert stats["ms"]["verify"] > 0
+
+
+@pytest.mark.parametrize("shape", [PLAIN, Shape(3, 1, 4), Shape(4, 4, 16)], ids=str)
+def test_a_request_that_turns_to_nan_ends_alone(qwen, shape):
+    """The others' ids are those of a run without it. Mutants: a NaN row that reaches the rows beside it in a kernel, or
+    those of later cycles through pages or a slot."""
+    prompts, how = prompts_of(qwen), [Sampling(max_new_tokens=60, ignore_eos=True)] * 4
+    fine = [r.token_ids for r in qwen.generate(prompts, how, shape=shape)]
+    others = {t for ids in (*prompts, fine[0], fine[2], fine[3], fine[1][:5]) for t in ids}
+    at, token = next((at, t) for at, t in enumerate(fine[1]) if t not in others)
+    weight = qwen.target.embedding.weight
+    kept = weight[token].clone()
+    weight[token] = float("nan")
+    try:
+        with pytest.raises(NonFinite, match=f"position {len(prompts[1]) + at} of request 1$") as found:
+            qwen.generate(prompts, how, shape=shape)
+    finally:
+        weight[token] = kept
+    assert [r and r.token_ids for r in found.value.results] == [fine[0], None, fine[2], fine[3]]
+    assert qwen.generate(prompts[1], how[0], shape=shape).token_ids == fine[1]
 
 
 def test_layers_in_sequence():
