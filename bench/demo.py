@@ -12,10 +12,10 @@ import time
 import torch
 from tqdm import tqdm
 
+from engine.decoding import Quiet, decode
 from engine.device import device_of
 from engine.engine import Engine
 from engine.forced import PAGE, Teacher
-from engine.generate import Quiet, decode
 from engine.lessons import PROBES, load_target
 from engine.loading import Options
 from engine.opening import open_draft, open_target

@@ -40,6 +40,16 @@ class Interruptions:
         if self.come:
             raise KeyboardInterrupt
 
+    @contextlib.contextmanager
+    def later(self):
+        """Interrupted behind the block, not inside."""
+        self.waits = True
+        try:
+            yield
+        finally:
+            self.waits = False
+        self.look()
+
     def between(self, steps):
         """Yield what the generator `steps` does, interrupted only at the borders from its first item on: that may take
         long. `steps` is closed whatever happens."""

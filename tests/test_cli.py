@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from engine import options, prompts
-from engine.generate import InOrder, main
+from engine.decoding import InOrder
+from engine.generate import main
 from engine.shape import PLAIN, Shape
 from weights.config import Refused
 

@@ -33,7 +33,7 @@ ROOMS = {
     **{f"engine.{m}": (5, "engine") for m in ("cost", "chooser", "measure", "auto", "programs")},
     "engine": (5, "engine"),
     **{f"engine.{m}": (6, "commands") for m in ("options", "prompts", "generate", "compare", "diagnose", "dump")},
-    **{f"engine.{m}": (6, "commands") for m in ("train", "train_head", "lessons", "streams", "interrupt")},
+    **{f"engine.{m}": (6, "commands") for m in ("train", "train_head", "lessons", "streams", "interrupt", "decoding")},
     "engine.launch": (6, "commands"),
     "weights.demo": (7, "demo"),
     "bench": (7, "bench"),

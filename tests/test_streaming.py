@@ -16,7 +16,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from toys import NEXT, V, cycle_of, follow, pair
 
 from engine import Engine, Refused, Sampling, Shape
-from engine.generate import InOrder, Typewriter, main
+from engine.decoding import InOrder, Typewriter
+from engine.generate import main
 from engine.prompts import Prompt
 from engine.text import HALF
 
@@ -390,7 +391,7 @@ def test_ctrl_c_where_python_forgets_exceptions(toys, place, capsys, monkeypatch
     target = toys.altered(toys.map(cycle_of(range(len(TALE)))), lambda config, tensors: None)
     text = saved(characters()[0], target)
     argv = ["x", "--target", target, "--device", "cpu", "--max-context", "64", "--max-new-tokens", "30"]
-    monkeypatch.setattr("engine.generate.encode", lambda engine, prompt: [0])
+    monkeypatch.setattr("engine.decoding.encode", lambda engine, prompt: [0])
     show, shown = Typewriter.show, []
 
     def showing(self, event):
@@ -436,6 +437,28 @@ def test_a_second_ctrl_c_ends_at_once(attended):
     """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "0\n", "")
+
+
+def test_ctrl_c_while_libraries_are_imported(attended):
+    """Torch's import forgets it, as its import of numpy does. Mutants: a handler that comes after the imports, or that
+    raises among them."""
+    script = """if True:
+        import runpy, signal, sys
+
+        class Forgetting:
+            def find_spec(self, name, *_):
+                try:
+                    if name == "torch":
+                        signal.raise_signal(signal.SIGINT)
+                except KeyboardInterrupt:
+                    print("raised")
+
+        sys.meta_path.insert(0, Forgetting())
+        sys.argv = ["generate", "--device", "cpu", "x"]
+        runpy.run_module("engine.generate", run_name="__main__", alter_sys=True)
+    """
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "error: interrupted\n")
 
 
 @pytest.mark.timeout(120)
