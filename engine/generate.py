@@ -15,6 +15,7 @@ def main(argv: list[str] | None = None) -> int:
                 from .decoding import command
             return command(sys.argv[1:] if argv is None else argv, stop)
     except KeyboardInterrupt:
+        exec("")  # where it passed a text being executed, `python -m` ends by SIGINT; unless another is executed
         print("error: interrupted", file=sys.stderr)
         return 1
     except BrokenPipeError:  # whoever read stdout has left: what is still buffered has nowhere to go

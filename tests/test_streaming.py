@@ -4,6 +4,7 @@
 import contextlib
 import ctypes
 import gc
+import os
 import signal
 import subprocess
 import sys
@@ -459,6 +460,21 @@ def test_ctrl_c_while_libraries_are_imported(attended):
     """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "error: interrupted\n")
+
+
+def test_ctrl_c_in_a_text_that_is_executed(tmp_path, attended):
+    """As dataclasses execute theirs while modules load. Mutant: Python's own end by SIGINT in place of the code."""
+    (tmp_path / "run.py").write_text("""if True:
+        import signal, sys, types
+        from engine import generate
+
+        command = lambda argv, stop: exec("signal.raise_signal(signal.SIGINT)")
+        sys.modules["engine.decoding"] = types.SimpleNamespace(command=command)
+        sys.exit(generate.main([]))
+    """)
+    argv, paths = [sys.executable, "-m", "run"], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(argv, cwd=tmp_path, env=paths, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "error: interrupted\n")
 
 
 @pytest.mark.timeout(120)
