@@ -2,91 +2,10 @@
 // contiguous range of weight rows, in tiles of 16, through its registers, once for up to two groups of rows.
 #pragma once
 
+#include "projection.cuh"
 #include "staged.cuh"
 
 namespace eagle3 {
-
-struct Projection {
-  const bf16 *x;        // [rows, columns], perhaps columns of wider rows
-  const bf16 *gamma;    // [columns] or null: x comes normed
-  const bf16 *weight;   // [outputs, columns]; gated: [2 * outputs, columns], gates first
-  const bf16 *bias;     // [outputs] or null
-  const bf16 *residual; // [rows, outputs] or null
-  bf16 *y;              // [rows, outputs]
-  float eps;
-  int rows, outputs, columns, stride; // stride: from row to row of x
-};
-
-// Outputs of a block: [first, last), in tiles of kStep. A tile is 16 weight rows: 16 outputs, or 8 gates on top of 8 ups.
-template <bool kGated>
-struct TileRows {
-  int first, last;
-  static constexpr int kStep = kGated ? 8 : 16;
-  __device__ __forceinline__ TileRows(int outputs) {
-    first = share_begin(outputs, blockIdx.x);
-    last = share_begin(outputs, blockIdx.x + 1);
-  }
-  __device__ __forceinline__ int tiles() const { return (last - first + kStep - 1) / kStep; }
-  __device__ __forceinline__ int top(int tile, int g) const { return first + tile * kStep + g; }
-  // Where lane group g's rows of a tile's top and bottom half begin; past the block's last output its last one again.
-  __device__ __forceinline__ void aim(int tile, int g, const bf16 *weight, int outputs, int columns, const bf16 *&above,
-                                      const bf16 *&below) const {
-    const int row = min(top(tile, g), last - 1);
-    above = weight + static_cast<size_t>(row) * columns;
-    below = weight + static_cast<size_t>(kGated ? row + outputs : min(top(tile, g) + 8, last - 1)) * columns;
-  }
-};
-
-// What one thread writes of a tile: thread (group, component, lane) as in sum_partials; gated ones take gate and up together.
-template <int kThreads, int kGroups, bool kGated>
-struct Output {
-  static constexpr int kCount = kGroups * (kGated ? 64 : 128), kTurns = (kCount + kThreads - 1) / kThreads;
-  float before[kTurns]; // what is added: on its way while the tile is multiplied
-
-  struct Place {
-    int group, which, lane, out;
-    size_t to;
-    bool live;
-  };
-  __device__ __forceinline__ Place place(const Projection &p, const TileRows<kGated> &rows, int tile, int turn) {
-    Place v;
-    const int at = threadIdx.x + turn * kThreads;
-    v.group = at / (kGated ? 64 : 128), v.which = at >> 5 & (kGated ? 1 : 3), v.lane = at & 31;
-    const int row = (blockIdx.y * kGroups + v.group) * kRows + 2 * (v.lane & 3) + (v.which & 1);
-    v.out = rows.top(tile, v.lane >> 2) + (v.which & 2 ? 8 : 0);
-    v.to = static_cast<size_t>(row) * p.outputs + v.out;
-    v.live = at < kCount && row < p.rows && v.out < rows.last;
-    return v;
-  }
-  __device__ __forceinline__ void fetch(const Projection &p, const TileRows<kGated> &rows, int tile) {
-    if constexpr (!kGated) {
-      if (!p.residual) return;
-#pragma unroll
-      for (int turn = 0; turn < kTurns; turn++) {
-        const Place v = place(p, rows, tile, turn);
-        before[turn] = v.live ? load_bf16(p.residual + v.to) : 0.f;
-      }
-    }
-  }
-  // factor(row of the block): what its sums are still to be multiplied by.
-  template <class Factor>
-  __device__ __forceinline__ void store(const Projection &p, const TileRows<kGated> &rows, int tile, const float (*red)[4 * kThreads], Factor factor) {
-#pragma unroll
-    for (int turn = 0; turn < kTurns; turn++) {
-      const Place v = place(p, rows, tile, turn);
-      if (!v.live) continue;
-      const float scale = factor(v.group * kRows + 2 * (v.lane & 3) + (v.which & 1));
-      float y = scale * sum_partials<kThreads>(red[v.group], v.which, v.lane);
-      if constexpr (kGated) {
-        y = silu(y) * scale * sum_partials<kThreads>(red[v.group], v.which + 2, v.lane);
-      } else {
-        if (p.bias) y += __bfloat162float(p.bias[v.out]);
-        if (p.residual) y += before[turn];
-      }
-      p.y[v.to] = __float2bfloat16(y);
-    }
-  }
-};
 
 // Pieces of a warp's slice that are in registers at a time; slices above 8 pieces are an even number of them.
 __host__ __device__ constexpr int depth_of(int pieces) {
@@ -98,18 +17,20 @@ __host__ __device__ constexpr int depth_of(int pieces) {
 // Blocks of a multiprocessor: together they fill its registers.
 __host__ __device__ constexpr int resident(int threads) { return threads <= 256 ? 2 : 1; }
 
-// kPieces a warp, all of B at hand.
-template <int kThreads, int kPieces, int kGroups, bool kNorm, bool kGated>
+// kPieces a warp, all of B at hand. kHeld: a single tile and perhaps some weight rows in shared memory, where no rows of x are.
+template <int kThreads, int kPieces, int kGroups, bool kNorm, bool kGated, bool kHeld>
 __global__ void __launch_bounds__(kThreads, resident(kThreads)) project(Projection p) {
   static_assert(kPieces <= 8, "a thread asks for one piece of the gains");
+  using Held = HeldRows<kThreads, kPieces, kHeld>;
+  using Written = Output<kThreads, kGroups, kGated, kHeld>;
   extern __shared__ uint4 operand_memory[];
-  __shared__ float red[2][kGroups][4 * kThreads];
+  __shared__ float red[kHeld ? 1 : 2][kGroups][Written::kPartials];
   using Rows = Operand<kThreads, kPieces, kGroups, kNorm>;
   __shared__ float squares[kGroups][kThreads / 32][kRows];
   __shared__ float factors[kGroups * kRows];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2;
   const int column = warp * kPieces * kPiece + (lane & 3) * 8;
-  const TileRows<kGated> rows(p.outputs);
+  const TileRows<kGated> rows(p.outputs, Held::kMost);
   const bf16 *const weight = p.weight + column;
   const bf16 *top, *bottom;
   rows.aim(0, g, weight, p.outputs, p.columns, top, bottom);
@@ -117,8 +38,9 @@ __global__ void __launch_bounds__(kThreads, resident(kThreads)) project(Projecti
   const uint4 gain = kNorm ? Rows::gain(p.gamma) : make_uint4(0, 0, 0, 0);
   Tile<kPieces> tile;
   tile.fetch(top, bottom);
+  Held held(operand_memory, p.weight + static_cast<size_t>(rows.last) * p.columns + warp * kPieces * kPiece, rows.held, p.columns);
   Rows b(operand_memory);
-  Output<kThreads, kGroups, kGated> output;
+  Written output;
   wait_for_predecessor();
   launch_dependents();
   if constexpr (kNorm) {
@@ -128,7 +50,8 @@ __global__ void __launch_bounds__(kThreads, resident(kThreads)) project(Projecti
   } else {
     b.template load<false>(p.x + column, p.stride, blockIdx.y * kGroups * kRows, p.rows, nullptr, nullptr, p.columns, p.eps);
   }
-  const int tiles = rows.tiles();
+  const int tiles = kHeld ? 1 : rows.tiles();
+  if (kHeld) held.await();
 #pragma unroll 1
   for (int at = 0; at < tiles; at++) {
     output.fetch(p, rows, at);
@@ -136,9 +59,11 @@ __global__ void __launch_bounds__(kThreads, resident(kThreads)) project(Projecti
     float4 c[kGroups];
     multiply(tile, b, c, [&](int, int i) {
       if (at + 1 < tiles) tile.fetch(i, top, bottom);
+      if (kHeld) held.multiply(i, b.get(0, i));
     });
 #pragma unroll
     for (int group = 0; group < kGroups; group++) store_partial<kThreads>(red[at & 1][group], c[group]);
+    if (kHeld) held.store(red[0][0]);
     __syncthreads();
     output.store(p, rows, at, red[at & 1], [&](int row) { return kNorm ? factors[row] : 1.f; });
   }
@@ -261,8 +186,16 @@ inline cudaError_t launch_groups(const Projection &p, int multiprocessors, cudaS
   const int places = p.gamma && !kGated && kGroups == 1 ? 1 : resident(kThreads);
   const dim3 grid(grid_of(p.outputs, multiprocessors * places, kGated ? 8 : 16), (p.rows + kRows * kGroups - 1) / (kRows * kGroups));
   const size_t staged = Operand<kThreads, kPieces, kGroups, true>::bytes(p.rows), plain = Operand<kThreads, kPieces, kGroups>::kBytes;
-  if (p.gamma) return launch(project<kThreads, kPieces, kGroups, true, kGated>, grid, kThreads, staged, stream, 1, p);
-  return launch(project<kThreads, kPieces, kGroups, false, kGated>, grid, kThreads, plain, stream, 1, p);
+  if (p.gamma) return launch(project<kThreads, kPieces, kGroups, true, kGated, false>, grid, kThreads, staged, stream, 1, p);
+  if constexpr (kThreads == 512 && kPieces == 8 && kGroups == 1 && !kGated) {
+    using Held = HeldRows<kThreads, kPieces, true>;
+    const int least = (p.outputs + 15 + Held::kMost) / (16 + Held::kMost); // blocks that hold all
+    // it comes behind attention, most often on 32 multiprocessors: none of its blocks begins late where it leaves those alone
+    const dim3 fewer(max(min(static_cast<int>(grid.x), multiprocessors - 32), least), grid.y);
+    if (least <= multiprocessors)
+      return launch(project<kThreads, kPieces, kGroups, false, kGated, true>, fewer, kThreads, Held::kBytes, stream, 1, p);
+  }
+  return launch(project<kThreads, kPieces, kGroups, false, kGated, false>, grid, kThreads, plain, stream, 1, p);
 }
 
 template <int kThreads, int kPieces, bool kGated>
