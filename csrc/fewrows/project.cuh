@@ -4,6 +4,7 @@
 
 #include "projection.cuh"
 #include "staged.cuh"
+#include "whole.cuh"
 
 namespace eagle3 {
 
@@ -17,11 +18,13 @@ __host__ __device__ constexpr int depth_of(int pieces) {
 // Blocks of a multiprocessor: together they fill its registers.
 __host__ __device__ constexpr int resident(int threads) { return threads <= 256 ? 2 : 1; }
 
+constexpr int kHeldRows = 6;
+
 // kPieces a warp, all of B at hand. kHeld: a single tile and perhaps some weight rows in shared memory, where no rows of x are.
 template <int kThreads, int kPieces, int kGroups, bool kNorm, bool kGated, bool kHeld>
 __global__ void __launch_bounds__(kThreads, resident(kThreads)) project(Projection p) {
   static_assert(kPieces <= 8, "a thread asks for one piece of the gains");
-  using Held = HeldRows<kThreads, kPieces, kHeld>;
+  using Held = HeldRows<kThreads, kPieces, kHeld ? kHeldRows : 0>;
   using Written = Output<kThreads, kGroups, kGated, kHeld>;
   extern __shared__ uint4 operand_memory[];
   __shared__ float red[kHeld ? 1 : 2][kGroups][Written::kPartials];
@@ -30,7 +33,7 @@ __global__ void __launch_bounds__(kThreads, resident(kThreads)) project(Projecti
   __shared__ float factors[kGroups * kRows];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2;
   const int column = warp * kPieces * kPiece + (lane & 3) * 8;
-  const TileRows<kGated> rows(p.outputs, Held::kMost);
+  const TileRows<kGated> rows(p.outputs, kHeld ? kHeldRows : 0);
   const bf16 *const weight = p.weight + column;
   const bf16 *top, *bottom;
   rows.aim(0, g, weight, p.outputs, p.columns, top, bottom);
@@ -51,6 +54,7 @@ __global__ void __launch_bounds__(kThreads, resident(kThreads)) project(Projecti
     b.template load<false>(p.x + column, p.stride, blockIdx.y * kGroups * kRows, p.rows, nullptr, nullptr, p.columns, p.eps);
   }
   const int tiles = kHeld ? 1 : rows.tiles();
+  float4 even = make_float4(0.f, 0.f, 0.f, 0.f), odd = even; // of held rows
   if (kHeld) held.await();
 #pragma unroll 1
   for (int at = 0; at < tiles; at++) {
@@ -59,11 +63,14 @@ __global__ void __launch_bounds__(kThreads, resident(kThreads)) project(Projecti
     float4 c[kGroups];
     multiply(tile, b, c, [&](int, int i) {
       if (at + 1 < tiles) tile.fetch(i, top, bottom);
-      if (kHeld) held.multiply(i, b.get(0, i));
+      if (!kHeld) return;
+      const uint4 v = held.get(0, i), x = b.get(0, i);
+      mma(even, v.x, 0u, v.y, 0u, x.x, x.y);
+      mma(odd, v.z, 0u, v.w, 0u, x.z, x.w);
     });
 #pragma unroll
     for (int group = 0; group < kGroups; group++) store_partial<kThreads>(red[at & 1][group], c[group]);
-    if (kHeld) held.store(red[0][0]);
+    if (kHeld) red[0][0][4 * kThreads + threadIdx.x] = even.x + odd.x, red[0][0][5 * kThreads + threadIdx.x] = even.y + odd.y;
     __syncthreads();
     output.store(p, rows, at, red[at & 1], [&](int row) { return kNorm ? factors[row] : 1.f; });
   }
@@ -186,15 +193,17 @@ inline cudaError_t launch_groups(const Projection &p, int multiprocessors, cudaS
   const int places = p.gamma && !kGated && kGroups == 1 ? 1 : resident(kThreads);
   const dim3 grid(grid_of(p.outputs, multiprocessors * places, kGated ? 8 : 16), (p.rows + kRows * kGroups - 1) / (kRows * kGroups));
   const size_t staged = Operand<kThreads, kPieces, kGroups, true>::bytes(p.rows), plain = Operand<kThreads, kPieces, kGroups>::kBytes;
-  if (p.gamma) return launch(project<kThreads, kPieces, kGroups, true, kGated, false>, grid, kThreads, staged, stream, 1, p);
-  if constexpr (kThreads == 512 && kPieces == 8 && kGroups == 1 && !kGated) {
-    using Held = HeldRows<kThreads, kPieces, true>;
-    const int least = (p.outputs + 15 + Held::kMost) / (16 + Held::kMost); // blocks that hold all
-    // it comes behind attention, most often on 32 multiprocessors: none of its blocks begins late where it leaves those alone
-    const dim3 fewer(max(min(static_cast<int>(grid.x), multiprocessors - 32), least), grid.y);
-    if (least <= multiprocessors)
-      return launch(project<kThreads, kPieces, kGroups, false, kGated, true>, fewer, kThreads, Held::kBytes, stream, 1, p);
+  if constexpr (kThreads == 256 && kPieces == 8 && kGroups == 1 && !kGated) {
+    using Whole = WholeBlock<kThreads, kPieces>;
+    const int blocks = p.gamma ? blocks_of(p.outputs, multiprocessors, Whole::kMost) : 0;
+    if (blocks) return launch(project_whole<kThreads, kPieces>, dim3(blocks, grid.y), kThreads, staged + Whole::Held::kBytes, stream, 1, p);
   }
+  if constexpr (kThreads == 512 && kPieces == 8 && kGroups == 1 && !kGated) {
+    using Held = HeldRows<kThreads, kPieces, kHeldRows>;
+    const int blocks = p.gamma ? 0 : blocks_of(p.outputs, multiprocessors, 16 + kHeldRows);
+    if (blocks) return launch(project<kThreads, kPieces, 1, false, false, true>, dim3(blocks, grid.y), kThreads, Held::kBytes, stream, 1, p);
+  }
+  if (p.gamma) return launch(project<kThreads, kPieces, kGroups, true, kGated, false>, grid, kThreads, staged, stream, 1, p);
   return launch(project<kThreads, kPieces, kGroups, false, kGated, false>, grid, kThreads, plain, stream, 1, p);
 }
 

@@ -2,6 +2,8 @@
 // a block's registers have no room for.
 #pragma once
 
+#include <algorithm>
+
 #include "common.cuh"
 
 namespace eagle3 {
@@ -94,40 +96,39 @@ struct Output {
   }
 };
 
-// Weight rows of a block past those of its tiles, in shared memory: on their way since before the wait like a tile's, and
-// multiplied beside the first one, their sums in the same order. A warp's slice of each is its own.
-template <int kThreads, int kPieces, bool kHeld>
+// Weight rows of a block that its registers have no room for, in shared memory: up to kMost, on their way since before the wait.
+// A warp's slice of each is its own.
+template <int kThreads, int kPieces, int kMost>
 struct HeldRows {
-  static constexpr int kMost = kHeld ? 6 : 0, kPitch = kThreads * kPieces / 8 + 4; // rows; chunks of one: they lie on different banks
+  static constexpr int kHalves = (kMost + 7) / 8, kPitch = kThreads * kPieces / 8 + 4; // chunks of a row: neighbours lie on different banks
   static constexpr size_t kBytes = static_cast<size_t>(kMost) * kPitch * 16;
-  static_assert(!kHeld || kPieces == 8, "a chunk of a row a lane");
-  float4 even = {0.f, 0.f, 0.f, 0.f}, odd = {0.f, 0.f, 0.f, 0.f};
-  const uint4 *own; // the lane's columns, a piece every 4 chunks; past the last row of the first one: nobody reads its sums
+  static_assert(!kMost || kPieces == 8, "a chunk of a row a lane");
+  const uint4 *own[kHalves ? kHalves : 1]; // the lane's columns of rows 8 h + lane / 4, a piece every 4 chunks
 
   // weight: of the first row, at the warp's columns; memory: [kMost][kPitch] chunks.
   __device__ __forceinline__ HeldRows(void *memory, const bf16 *weight, int held, int columns) {
     const int lane = threadIdx.x & 31, g = lane >> 2;
     uint4 *const slice = static_cast<uint4 *>(memory) + (threadIdx.x >> 5) * 32;
-    own = slice + (g < held ? g : 0) * kPitch + (lane & 3);
+#pragma unroll
+    for (int h = 0; h < kHalves; h++) own[h] = slice + (8 * h + g < held ? 8 * h + g : 0) * kPitch + (lane & 3); // or nobody reads its sums
 #pragma unroll
     for (int r = 0; r < kMost; r++)
       if (r < held) copy_async(slice + r * kPitch + lane, weight + static_cast<size_t>(r) * columns + lane * 8, true);
-    if (kHeld) commit_copies();
+    if (kMost) commit_copies();
   }
   __device__ __forceinline__ void await() const {
     wait_copies<0>();
     __syncwarp();
   }
-  __device__ __forceinline__ void multiply(int piece, const uint4 &b) {
-    const uint4 v = own[piece * 4];
-    mma(even, v.x, 0u, v.y, 0u, b.x, b.y);
-    mma(odd, v.z, 0u, v.w, 0u, b.z, b.w);
-  }
-  // Behind a tile's partials: components 4 and 5 of the first tile's.
-  __device__ __forceinline__ void store(float *red) const {
-    red[4 * kThreads + threadIdx.x] = even.x + odd.x;
-    red[5 * kThreads + threadIdx.x] = even.y + odd.y;
-  }
+  __device__ __forceinline__ uint4 get(int half, int piece) const { return own[half][piece * 4]; }
 };
+
+// Blocks of a projection that takes whole multiprocessors, up to `most` outputs each on their way before the wait: where that
+// suffices they leave 32 multiprocessors to attention, whose blocks begin beside none of these, nor these beside them. 0: too many
+// outputs.
+inline int blocks_of(int outputs, int multiprocessors, int most) {
+  const int least = (outputs + most - 1) / most, tiles = (outputs + 15) / 16;
+  return least > multiprocessors ? 0 : std::max(least, std::min(tiles, multiprocessors - 32));
+}
 
 } // namespace eagle3

@@ -1,0 +1,95 @@
+// A normed projection of one group of rows, all of whose weights are on their way before its wait, in registers and in shared
+// memory. Its few blocks take a multiprocessor each and leave the others to attention, which follows it. The sums of project.cuh,
+// to the bit.
+#pragma once
+
+#include "projection.cuh"
+
+namespace eagle3 {
+
+// What a block holds: half tiles of 8 weight rows, kHalves of them in registers.
+template <int kThreads, int kPieces>
+struct WholeBlock {
+  static constexpr int kHalves = 5, kShared = 12, kMost = 8 * kHalves + kShared, kTiles = (kMost + 15) / 16;
+  using Held = HeldRows<kThreads, kPieces, kShared>;
+  uint4 w[kHalves][kPieces];
+  // weight: the block's first row at the lane's columns; rows: how many there are, of which nobody reads what lies past them.
+  __device__ __forceinline__ void fetch(const bf16 *weight, int rows, int columns) {
+#pragma unroll
+    for (int h = 0; h < kHalves; h++) {
+      if (8 * h >= rows) continue;
+      const bf16 *from = weight + static_cast<size_t>(min(8 * h + (static_cast<int>(threadIdx.x) >> 2 & 7), rows - 1)) * columns;
+#pragma unroll
+      for (int i = 0; i < kPieces; i++) w[h][i] = load_weights(from + i * kPiece);
+    }
+  }
+  __device__ __forceinline__ uint4 get(const Held &held, int half, int i) const {
+    if (half < kHalves) return w[half][i];
+    return half - kHalves < Held::kHalves ? held.get(half - kHalves, i) : make_uint4(0, 0, 0, 0);
+  }
+};
+
+template <int kThreads, int kPieces>
+__global__ void __launch_bounds__(kThreads, 1) project_whole(Projection p) {
+  using Whole = WholeBlock<kThreads, kPieces>;
+  using Rows = Operand<kThreads, kPieces, 1, true>;
+  constexpr int kTiles = Whole::kTiles, kTurns = kTiles * 128 / kThreads;
+  static_assert(kTiles * 128 % kThreads == 0, "an output of one row a thread and turn");
+  extern __shared__ uint4 whole_memory[]; // weight rows, then rows of x
+  __shared__ float red[kTiles][4 * kThreads];
+  __shared__ float squares[1][kThreads / 32][kRows];
+  __shared__ float factors[kRows];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, column = warp * kPieces * kPiece;
+  const int begin = share_begin(p.outputs, blockIdx.x), outputs = share_begin(p.outputs, blockIdx.x + 1) - begin;
+  const bf16 *const weight = p.weight + static_cast<size_t>(begin) * p.columns + column;
+  static_assert(Rows::kChunks == kThreads, "a chunk of the gains a thread");
+  const uint4 gain = load_weights(p.gamma + threadIdx.x * 8); // asked for first: what is asked for behind weights comes behind them
+  __syncwarp(); // or ptxas has it last
+  Whole own;
+  own.fetch(weight + (lane & 3) * 8, outputs, p.columns);
+  __syncwarp();
+  constexpr int kFirst = 8 * Whole::kHalves;
+  const typename Whole::Held held(whole_memory, weight + static_cast<size_t>(kFirst) * p.columns, outputs - kFirst, p.columns);
+  Rows b(whole_memory + Whole::Held::kBytes / 16);
+  // thread (tile, component, lane) of a turn, as in sum_partials
+  auto out_of = [&](int turn) { return 16 * ((warp + turn * kThreads / 32) >> 2) + (warp & 2 ? 8 : 0) + (lane >> 2); };
+  const int own_row = 2 * (lane & 3) + (warp & 1), row = blockIdx.y * kRows + own_row;
+  wait_for_predecessor();
+  launch_dependents();
+  float before[kTurns], bias[kTurns];
+#pragma unroll
+  for (int turn = 0; turn < kTurns; turn++) {
+    const int out = out_of(turn), live = out < outputs && row < p.rows;
+    before[turn] = live && p.residual ? load_bf16(p.residual + static_cast<size_t>(row) * p.outputs + begin + out) : 0.f;
+    bias[turn] = live && p.bias ? load_bf16(p.bias + begin + out) : 0.f;
+  }
+  b.stage(p.x, p.stride, blockIdx.y * kRows, p.rows, gain, squares);
+  if (threadIdx.x < kRows) factors[threadIdx.x] = Rows::factor(squares[0], threadIdx.x, true, p.eps); // read after the next barrier
+  held.await();
+  float4 c[kTiles], odd[kTiles];
+#pragma unroll
+  for (int tile = 0; tile < kTiles; tile++) c[tile] = odd[tile] = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+  for (int i = 0; i < kPieces; i++) {
+    const uint4 v = b.get(0, i);
+#pragma unroll
+    for (int tile = 0; tile < kTiles; tile++) {
+      const uint4 top = own.get(held, 2 * tile, i), bottom = own.get(held, 2 * tile + 1, i);
+      mma(c[tile], top.x, bottom.x, top.y, bottom.y, v.x, v.y);
+      mma(odd[tile], top.z, bottom.z, top.w, bottom.w, v.z, v.w);
+    }
+  }
+#pragma unroll
+  for (int tile = 0; tile < kTiles; tile++) store_partial<kThreads>(red[tile], add(c[tile], odd[tile]));
+  __syncthreads();
+  const float factor = factors[own_row];
+#pragma unroll
+  for (int turn = 0; turn < kTurns; turn++) {
+    const int out = out_of(turn);
+    if (out >= outputs || row >= p.rows) continue;
+    const float y = factor * sum_partials<kThreads>(red[(warp + turn * kThreads / 32) >> 2], warp & 3, lane) + bias[turn] + before[turn];
+    p.y[static_cast<size_t>(row) * p.outputs + begin + out] = __float2bfloat16(y);
+  }
+}
+
+} // namespace eagle3
