@@ -82,16 +82,21 @@ __global__ void __launch_bounds__(256, 2) router(Experts p) {
 
 // A block's tiles of 8 gates and their ups, dealt to the blocks in turn: of which chosen expert, which of its tiles.
 struct Dealt {
+  struct Steps { // in shared memory: registers are the weights'
+    int each, experts_on, tiles_on; // tiles of an expert; from one of the block's to its next
+  };
   int expert, tile;
-  const int each, experts_on, tiles_on; // tiles of an expert; from one of the block's to its next
-  __device__ __forceinline__ explicit Dealt(int each)
-      : expert(blockIdx.x / static_cast<unsigned>(each)), tile(blockIdx.x - expert * each), each(each),
-        experts_on(gridDim.x / static_cast<unsigned>(each)), tiles_on(gridDim.x - experts_on * each) {
+  const volatile Steps &by;
+  __device__ __forceinline__ Dealt(int each, volatile Steps &steps)
+      : expert(blockIdx.x / static_cast<unsigned>(each)), tile(blockIdx.x - expert * each), by(steps) {
     asm volatile("" : "+r"(expert), "+r"(tile)); // divided here, before any wait
+    if (threadIdx.x) return;
+    steps.each = each, steps.experts_on = gridDim.x / static_cast<unsigned>(each);
+    steps.tiles_on = gridDim.x - steps.experts_on * each;
   }
   __device__ __forceinline__ void next() {
-    expert += experts_on, tile += tiles_on;
-    if (tile >= each) tile -= each, expert++;
+    expert += by.experts_on, tile += by.tiles_on;
+    if (tile >= by.each) tile -= by.each, expert++;
   }
 };
 
@@ -105,6 +110,7 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
   __shared__ float squares[kGroups][8][kRows];
   __shared__ float factors[Block<kGroups>::kHeld];
   __shared__ Choice<kGroups, kMany> choice;
+  __shared__ Dealt::Steps steps;
   float *weight = reinterpret_cast<float *>(operand_memory + Rows::bytes(p.rows) / 16);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int column = warp * kPieces * kPiece + t * 8;
@@ -114,7 +120,7 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
   uint4 w[kPieces];
   if (routes) fetch_router(p, w, column);
   choice.clear(p, weight);
-  Dealt at(p.width / 8);
+  Dealt at(p.width / 8, steps); // read after the choice's barriers
   Rows b(operand_memory);
   wait_for_predecessor();
   const unsigned tag = kRoute ? load_int(reinterpret_cast<const int *>(p.launch)) : 0;
@@ -129,9 +135,10 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
   });
   if (blockIdx.x == gridDim.x - 1) choice.publish(p, weight, chosen); // who has no more tiles than others
   launch_dependents(); // the next kernel reads the choice before it waits
-  const size_t below = static_cast<size_t>(p.width) * p.columns;
+  // columns as the compiler knows them: a spilled register would be read behind all weights under way, tile after tile
+  const size_t below = static_cast<size_t>(p.width) * Rows::kColumns;
   auto aim = [&](const Dealt &at) {
-    return p.gate_up + (static_cast<size_t>(choice.listed(at.expert)) * 2 * p.width + at.tile * 8 + g) * p.columns + column;
+    return p.gate_up + static_cast<size_t>(choice.listed(at.expert) * 2 * p.width + at.tile * 8 + g) * Rows::kColumns + column;
   };
   Tile<kPieces> tile;
   if (at.expert < chosen) {
