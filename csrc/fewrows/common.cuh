@@ -10,6 +10,8 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#include <type_traits>
+
 #include "../launch/launch.cuh"
 
 namespace eagle3 {
@@ -168,33 +170,6 @@ __device__ __forceinline__ float product_of(const uint4 (&a)[kPieces], const uin
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// RMS norm of the block's row group in place: one rounding, sums in one order. gamma: [K] in shared memory, at the
-// thread's first column; partial: [kWarps][kRows] scratch. All threads of the block call it.
-template <int kWarps, int kPieces>
-__device__ __forceinline__ void norm_group(uint4 (&b)[kPieces], const bf16 *gamma, float *partial, int columns, float eps) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  float sum = product_of(b, b);
-  // or the compiler keeps the columns that it has unpacked, in registers that it does not have
-#pragma unroll
-  for (int i = 0; i < kPieces; i++) asm volatile("" : "+r"(b[i].x), "+r"(b[i].y), "+r"(b[i].z), "+r"(b[i].w));
-  sum += __shfl_xor_sync(kAll, sum, 1);
-  sum += __shfl_xor_sync(kAll, sum, 2);
-  if ((lane & 3) == 0) partial[warp * kRows + (lane >> 2)] = sum;
-  __syncthreads();
-  float total = 0.f;
-#pragma unroll
-  for (int w = 0; w < kWarps; w++) total += partial[w * kRows + (lane >> 2)];
-  const float scale = rsqrtf(total / columns + eps);
-#pragma unroll
-  for (int i = 0; i < kPieces; i++) {
-    uint32_t *q = reinterpret_cast<uint32_t *>(&b[i]);
-    const uint4 gains = *reinterpret_cast<const uint4 *>(gamma + i * kPiece);
-    const uint32_t *gain = reinterpret_cast<const uint32_t *>(&gains);
-#pragma unroll
-    for (int j = 0; j < 4; j++) q[j] = pack(low(q[j]) * scale * low(gain[j]), high(q[j]) * scale * high(gain[j]));
-  }
-}
-
 // The warps' partial tiles, [4][kThreads] floats: every warp writes its own, then the first 128 threads each sum one output of
 // one row over the warps in ascending order. Threads share the work evenly, since all of them wait for the slowest.
 template <int kThreads>
@@ -261,6 +236,7 @@ template <int kThreads, int kPieces, int kGroups, bool kStaged = false>
 struct Operand {
   static constexpr int kOutside = kPieces > 8 || (kStaged && kGroups == 1) ? kGroups : kGroups - 1; // groups in shared memory
   static constexpr int kWarps = kThreads / 32, kColumns = kThreads * kPieces, kChunks = kColumns / 8;
+  static constexpr int kOwn = (kChunks + kThreads - 1) / kThreads; // chunks of a row that pass through a thread
   static constexpr int kPitch = kChunks + 4; // chunks of 8 columns; neighbouring rows lie on different banks
   static constexpr size_t kBytes = static_cast<size_t>(kOutside) * kRows * kPitch * 16;
   uint4 first[kOutside == kGroups ? 1 : kPieces];
@@ -273,19 +249,14 @@ struct Operand {
     const int place = group - (kGroups - kOutside);
     return place < 0 ? first[i] : more[place * kRows * kPitch + i * 4];
   }
-  // Rows `begin` and on of x, normed where there are gains ([columns] in shared memory, or null). x: at the thread's first
-  // column; partial: [kGroups][warps][8] scratch. All threads of the block call it.
-  template <bool kNorm>
-  __device__ __forceinline__ void load(const bf16 *x, size_t stride, int begin, int rows, const bf16 *gains, float *partial, int columns,
-                                       float eps) {
+  // Rows `begin` and on of x as they are. x: at the thread's first column.
+  __device__ __forceinline__ void load(const bf16 *x, size_t stride, int begin, int rows) {
     const int g = (threadIdx.x & 31) >> 2;
 #pragma unroll
     for (int group = kGroups - 1; group >= 0; group--) {
       const int row = begin + group * kRows + g, place = group - (kGroups - kOutside);
       uint4 b[kPieces];
       load_group(b, x + static_cast<size_t>(row) * stride, row < rows);
-      if constexpr (kNorm)
-        if (gains) norm_group<kThreads / 32>(b, gains, partial + group * (kThreads / 32) * kRows, columns, eps);
 #pragma unroll
       for (int i = 0; i < kPieces; i++) {
         if (place < 0)
@@ -297,33 +268,49 @@ struct Operand {
   }
 
   static __host__ __device__ size_t bytes(int rows) { return kGroups == 1 && rows < kRows ? static_cast<size_t>(rows) * kPitch * 16 : kBytes; } // staged
-  // The thread's chunk of a norm's gains, which may be asked for before the wait. gamma: [columns] or null: ones.
-  static __device__ __forceinline__ uint4 gain(const bf16 *gamma) {
+  // The thread's chunks of a norm's gains, which may be asked for before the wait. gamma: [columns] or null: ones.
+  struct Several {
+    uint4 of[kOwn];
+  };
+  using Gains = std::conditional_t<kOwn == 1, uint4, Several>;
+  static __device__ __forceinline__ uint4 &chunk_of(uint4 &gains, int) { return gains; }
+  static __device__ __forceinline__ uint4 &chunk_of(Several &gains, int k) { return gains.of[k]; }
+  static __device__ __forceinline__ Gains gain(const bf16 *gamma) {
     constexpr uint32_t kOnes = 0x3f803f80u;
-    return gamma && static_cast<int>(threadIdx.x) < kChunks ? load_weights(gamma + threadIdx.x * 8) : make_uint4(kOnes, kOnes, kOnes, kOnes);
+    Gains gains;
+#pragma unroll
+    for (int k = 0; k < kOwn; k++) {
+      const int chunk = threadIdx.x + k * kThreads;
+      chunk_of(gains, k) = gamma && chunk < kChunks ? load_weights(gamma + chunk * 8) : make_uint4(kOnes, kOnes, kOnes, kOnes);
+    }
+    return gains;
   }
   // Rows `begin` and on of x times the gains; each column passes through one thread of the block. Sums of them lack the row's
   // factor, for which `squares` has each warp's sums. Rows that do not exist are whatever lies there: nobody reads their sums.
   // All threads of the block call it.
-  __device__ __forceinline__ void stage(const bf16 *x, size_t stride, int begin, int rows, const uint4 &gain, float (*squares)[kWarps][kRows]) {
-    static_assert(kStaged && kPieces <= 8, "a chunk a thread");
-    const int chunk = threadIdx.x, lane = threadIdx.x & 31;
+  __device__ __forceinline__ void stage(const bf16 *x, size_t stride, int begin, int rows, Gains gains, float (*squares)[kWarps][kRows]) {
+    static_assert(kStaged, "there is room");
+    const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int group = 0; group < kGroups; group++) {
-      const int begin_of = begin + group * kRows, live = chunk < kChunks ? rows - begin_of : 0;
-      const bf16 *from = x + static_cast<size_t>(begin_of) * stride + chunk * 8;
+      const int begin_of = begin + group * kRows;
       float sum[kRows];
 #pragma unroll
-      for (int half = 0; half < kRows; half += kRows / 2) { // as many as there are registers for
-        uint4 v[kRows / 2];
+      for (int r = 0; r < kRows; r++) sum[r] = 0.f;
 #pragma unroll
-        for (int r = 0; r < kRows / 2; r++)
-          load_rows_if(v[r], from + (half + r) * stride, half + r < live);
-        if (group && !half) __syncthreads(); // the group before is in registers
+      for (int k = 0; k < kOwn; k++) {
+        const int chunk = threadIdx.x + k * kThreads, live = chunk < kChunks ? rows - begin_of : 0;
+        const bf16 *from = x + static_cast<size_t>(begin_of) * stride + chunk * 8;
 #pragma unroll
-        for (int r = 0; r < kRows / 2; r++) {
-          sum[half + r] = 0.f;
-          if (half + r < live) shared[(half + r) * kPitch + chunk] = gained(v[r], gain, sum[half + r]);
+        for (int half = 0; half < kRows; half += kRows / 2) { // as many as there are registers for
+          uint4 v[kRows / 2];
+#pragma unroll
+          for (int r = 0; r < kRows / 2; r++)
+            load_rows_if(v[r], from + (half + r) * stride, half + r < live);
+          if (group && !k && !half) __syncthreads(); // the group before is in registers
+#pragma unroll
+          for (int r = 0; r < kRows / 2; r++)
+            if (half + r < live) shared[(half + r) * kPitch + chunk] = gained(v[r], chunk_of(gains, k), sum[half + r]);
         }
       }
       const float total = sum_of_rows(sum);

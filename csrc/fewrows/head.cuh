@@ -49,11 +49,11 @@ struct Best {
 
 template <int kThreads, int kPieces, int kGroups>
 __global__ void __launch_bounds__(kThreads, resident(kThreads)) vocabulary(Vocabulary p) {
-  constexpr int kWarps = kThreads / 32, kHeld = kGroups * kRows, kDepth = depth_of(kPieces), kParts = kPieces / kDepth;
+  using Rows = Operand<kThreads, kPieces, kGroups, true>;
+  constexpr int kHeld = kGroups * kRows, kDepth = depth_of(kPieces), kParts = kPieces / kDepth;
   extern __shared__ uint4 operand_memory[];
   __shared__ float red[2][kGroups][4 * kThreads];
-  __shared__ float partial[kGroups * kWarps * kRows];
-  __shared__ uint4 gains[kThreads / 8 * kPieces];
+  __shared__ float squares[kGroups][kThreads / 32][kRows];
   __shared__ Best bests[2][kHeld];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2;
   const int column = warp * kPieces * kPiece + (lane & 3) * 8;
@@ -61,20 +61,18 @@ __global__ void __launch_bounds__(kThreads, resident(kThreads)) vocabulary(Vocab
   const bf16 *const weight = p.weight + column;
   const bf16 *top, *bottom;
   rows.aim(0, g, weight, p.vocabulary, p.columns, top, bottom);
+  const auto gains = Rows::gain(p.gamma); // asked for first: what is asked for behind a tile of weights comes behind it
   Tile<kDepth> tile;
   tile.fetch(top, bottom);
-#pragma unroll 1
-  for (int i = threadIdx.x; i < p.columns / 8; i += kThreads) gains[i] = load_weights(p.gamma + i * 8);
-  __syncthreads();
-  Operand<kThreads, kPieces, kGroups> b(operand_memory);
+  Rows b(operand_memory);
   wait_for_predecessor();
   launch_dependents();
-  b.template load<true>(p.x + column, p.columns, blockIdx.y * kHeld, p.rows, reinterpret_cast<const bf16 *>(gains) + column, partial, p.columns,
-                        p.eps);
+  b.stage(p.x, p.columns, blockIdx.y * kHeld, p.rows, gains, squares);
   static_assert(kThreads >= 128 * kGroups, "one thread an output and row");
   Best best; // of one row: thread (group, component, lane) as in sum_partials
   best.clear();
   const int group = warp >> 2, which = warp & 3, own_row = blockIdx.y * kHeld + group * kRows + 2 * (lane & 3) + (which & 1);
+  const float factor = threadIdx.x < 128 * kGroups ? Rows::factor(squares[group], own_row % kRows, true, p.eps) : 0.f;
   const int tiles = rows.tiles();
 #pragma unroll 1
   for (int at = 0; at < tiles; at++) {
@@ -92,7 +90,7 @@ __global__ void __launch_bounds__(kThreads, resident(kThreads)) vocabulary(Vocab
     __syncthreads();
     const int id = rows.top(at, g) + (which & 2 ? 8 : 0);
     if (threadIdx.x >= 128 * kGroups || id >= rows.last) continue;
-    const float value = sum_partials<kThreads>(red[at & 1][group], which, lane);
+    const float value = factor * sum_partials<kThreads>(red[at & 1][group], which, lane);
     best.take(value, id);
     if (p.logits && own_row < p.rows) p.logits[static_cast<size_t>(own_row) * p.vocabulary + id] = value;
   }
@@ -121,7 +119,7 @@ __global__ void __launch_bounds__(kThreads, resident(kThreads)) vocabulary(Vocab
 template <int kThreads, int kPieces, int kGroups>
 inline cudaError_t launch_vocabulary_groups(const Vocabulary &p, int blocks, cudaStream_t stream) {
   const dim3 grid(blocks, (p.rows + kRows * kGroups - 1) / (kRows * kGroups));
-  return launch(vocabulary<kThreads, kPieces, kGroups>, grid, kThreads, Operand<kThreads, kPieces, kGroups>::kBytes, stream, 1, p);
+  return launch(vocabulary<kThreads, kPieces, kGroups>, grid, kThreads, Operand<kThreads, kPieces, kGroups, true>::bytes(p.rows), stream, 1, p);
 }
 
 template <int kThreads, int kPieces>

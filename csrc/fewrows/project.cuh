@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads, resident(kThreads)) project(Projecti
     if (threadIdx.x < kGroups * kRows) // read after the first tile's barrier
       factors[threadIdx.x] = Rows::factor(squares[threadIdx.x / kRows], threadIdx.x % kRows, true, p.eps);
   } else {
-    b.template load<false>(p.x + column, p.stride, blockIdx.y * kGroups * kRows, p.rows, nullptr, nullptr, p.columns, p.eps);
+    b.load(p.x + column, p.stride, blockIdx.y * kGroups * kRows, p.rows);
   }
   const int tiles = kHeld ? 1 : rows.tiles();
   float4 even = make_float4(0.f, 0.f, 0.f, 0.f), odd = even; // of held rows
