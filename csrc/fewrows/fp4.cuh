@@ -26,6 +26,7 @@ struct Fp4Format {
     const uint32_t bits = exponent * 0x00800080u;
     return *reinterpret_cast<const __nv_bfloat162 *>(&bits);
   }
+  static __device__ __forceinline__ uint32_t both(uint32_t stored) { return stored; }
   // 2^126 times the power of two that is stored, 2^127 at most; the rest of powers that no weight needs is a second factor.
   static __device__ __forceinline__ Factor factor(uint32_t stored) { return twice(min(stored, kMost) + 126); }
   static __device__ __forceinline__ bool large(uint32_t stored) { return stored > kMost; }
@@ -46,13 +47,14 @@ struct Fp4Format {
   }
   static __device__ __forceinline__ uint4 operand(const uint4 &v) { return v; }
   static __device__ __forceinline__ int place(int i) { return i; }
+  static __device__ __forceinline__ int natural(int place) { return place; }
   static __device__ __forceinline__ float activation(float gate, float up) { return clamped_swiglu(gate, up); }
 
-  struct Bias { // of a gate and its up, asked for a tile ahead of its use by the warp that needs it
+  struct Bias { // of a gate and its up
     uint32_t both;
     template <class P>
-    __device__ __forceinline__ Bias(const P &p, int expert, int unit, bool wanted) {
-      both = wanted ? __ldg(reinterpret_cast<const uint32_t *>(p.gate_up_bias) + static_cast<size_t>(expert) * p.width + unit) : 0;
+    __device__ __forceinline__ void fetch(const P &p, int expert, int unit) {
+      both = __ldg(reinterpret_cast<const uint32_t *>(p.gate_up_bias) + static_cast<size_t>(expert) * p.width + unit);
     }
     __device__ __forceinline__ float gate() const { return low(both); }
     __device__ __forceinline__ float up() const { return high(both); }
@@ -88,9 +90,9 @@ inline cudaError_t fp4_experts(const Fp4Experts &p, int blocks, cudaStream_t str
   if (!packed_serves(p)) return cudaErrorInvalidValue;
   cudaError_t e = cudaErrorInvalidValue;
   switch (p.columns) {
-  case 256:
-  case 320: e = launch_packed_gate_up<2, 2, 1, 2>(p, blocks, stream); break;
-  case 2880: e = launch_packed_gate_up<8, 3, 2, 2>(p, blocks, stream); break;
+  case 256: e = launch_packed_gate_up<256, 2, 2, 2>(p, blocks, stream); break;
+  case 320: e = launch_packed_gate_up<320, 2, 2, 2>(p, blocks, stream); break;
+  case 2880: e = launch_packed_gate_up<2880, 8, 3, 2>(p, blocks, stream); break;
   default: break;
   }
   if (e != cudaSuccess) return e;

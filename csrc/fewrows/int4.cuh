@@ -20,20 +20,21 @@ struct Int4Format {
   using Beside = SharedDown<kWarps, kHalves>;
   static constexpr bool kWoven = false, kBias = false;
 
-  // A code in a bf16's mantissa alone is code * 2^-130, and 8 scales are exact: one fused operation makes a pair of weights.
+  // The lowest 8 bits of a bf16 alone are their number times 2^-133 (the last of them is the exponent's 1, where the numbers go on
+  // as they began), and 8 scales are exact: one fused operation makes a pair of weights of codes where they lie in a byte.
   struct Factor {
-    __nv_bfloat162 raised, offset; // scale * 2^130, -8 * scale
+    __nv_bfloat162 lower, upper, offset; // scale * 2^133 and * 2^129, -8 * scale
   };
-  static __device__ __forceinline__ __nv_bfloat162 twice(uint32_t bits, uint32_t more = 0) {
-    const uint32_t both = bits * 0x10001u + more;
-    return *reinterpret_cast<const __nv_bfloat162 *>(&both);
+  static __device__ __forceinline__ uint32_t both(uint32_t stored) { return stored * 0x10001u; }
+  static __device__ __forceinline__ __nv_bfloat162 pair(uint32_t bits) { return *reinterpret_cast<const __nv_bfloat162 *>(&bits); }
+  static __device__ __forceinline__ Factor factor(uint32_t both) {
+    return {pair(both + 133u * 0x00800080u), pair(both + 129u * 0x00800080u), pair(both + 0x81808180u)};
   }
-  static __device__ __forceinline__ Factor factor(uint32_t stored) { return {twice(stored, 130u * 0x00800080u), twice(stored, 0x81808180u)}; }
-  // Scales that are no normal numbers below 1/4.
-  static __device__ __forceinline__ bool large(uint32_t stored) { return stored - 0x80u >= 0x3e00u; }
+  // Scales that are no normal numbers below 1/32.
+  static __device__ __forceinline__ bool large(uint32_t stored) { return stored - 0x80u >= 0x3c80u; }
   // bf16 pairs of columns (0, 4), (1, 5), (2, 6), (3, 7)
   template <bool kLarge>
-  static __device__ __forceinline__ uint4 decode(uint32_t word, Factor scale, uint32_t stored) {
+  static __device__ __forceinline__ uint4 decode(uint32_t word, Factor scale, uint32_t both) {
     uint4 out;
     uint32_t *o = reinterpret_cast<uint32_t *>(&out);
 #pragma unroll
@@ -41,10 +42,10 @@ struct Int4Format {
       __nv_bfloat162 value;
       if constexpr (kLarge) {
         const uint32_t bits = raised(word >> (4 * i));
-        value = __hmul2(__hsub2(*reinterpret_cast<const __nv_bfloat162 *>(&bits), __float2bfloat162_rn(136.f)), twice(stored));
+        value = __hmul2(__hsub2(*reinterpret_cast<const __nv_bfloat162 *>(&bits), __float2bfloat162_rn(136.f)), pair(both));
       } else {
-        const uint32_t bits = (i ? word >> (i ? 4 * i - 3 : 0) : word << 3) & 0x00780078u;
-        value = __hfma2(*reinterpret_cast<const __nv_bfloat162 *>(&bits), scale.raised, scale.offset);
+        const uint32_t bits = (i < 2 ? word : word >> 8) & (i & 1 ? 0x00f000f0u : 0x000f000fu);
+        value = __hfma2(pair(bits), i & 1 ? scale.upper : scale.lower, scale.offset);
       }
       o[i] = *reinterpret_cast<const uint32_t *>(&value);
     }
@@ -55,11 +56,12 @@ struct Int4Format {
                       __byte_perm(v.y, v.w, 0x7632));
   }
   static __device__ __forceinline__ int place(int i) { return i < 4 ? 2 * i : 2 * i - 7; }
+  static __device__ __forceinline__ int natural(int place) { return place / 2 + place % 2 * 4; }
   static __device__ __forceinline__ float activation(float gate, float up) { return silu(gate) * up; }
 
   struct Bias { // none
     template <class P>
-    __device__ __forceinline__ Bias(const P &, int, int, bool) {}
+    __device__ __forceinline__ void fetch(const P &, int, int) {}
     __device__ __forceinline__ float gate() const { return 0.f; }
     __device__ __forceinline__ float up() const { return 0.f; }
   };
@@ -97,11 +99,11 @@ inline cudaError_t int4_experts(const Int4Experts &p, int blocks, cudaStream_t s
   if (!packed_serves(p) || p.shared_width % (kInt4Warps * kPiece)) return cudaErrorInvalidValue;
   cudaError_t e = cudaErrorInvalidValue;
   switch (p.columns) {
-  case 256:
-  case 512: e = launch_packed_gate_up<2, 2, 1, 2>(p, blocks, stream); break;
-  case 2048: e = launch_packed_gate_up<8, 2, 2, 2>(p, blocks, stream); break;
-  case 4096: e = launch_packed_gate_up<16, 2, 2, 1>(p, blocks, stream); break;
-  case 7168: e = launch_packed_gate_up<14, 4, 2, 1>(p, blocks, stream); break;
+  case 256: e = launch_packed_gate_up<256, 2, 2, 2>(p, blocks, stream); break;
+  case 512: e = launch_packed_gate_up<512, 2, 2, 2>(p, blocks, stream); break;
+  case 2048: e = launch_packed_gate_up<2048, 8, 2, 2>(p, blocks, stream); break;
+  case 4096: e = launch_packed_gate_up<4096, 16, 2, 1>(p, blocks, stream); break;
+  case 7168: e = launch_packed_gate_up<7168, 14, 4, 1>(p, blocks, stream); break;
   default: break;
   }
   if (e != cudaSuccess) return e;

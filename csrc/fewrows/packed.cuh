@@ -6,8 +6,9 @@
 // before the wait wherever it is known, and shared memory stays small: half of it is left to L1, where loads in flight live.
 //
 // P: parameters of a kernel; its P::Format has
-//   Scale: as stored; Factor, factor(stored): what codes of a group are multiplied by; decode<false>(word, factor, stored): a
-//   row's A operands of two mma; decode<true>: the same for any scale, where one of them is large(stored);
+//   Scale: as stored; both(stored): twice in a word where that serves; Factor, factor(both): what codes of a group are multiplied
+//   by; decode<false>(word, factor, both): a row's A operands of two mma; decode<true>: the same for any scale, where one of
+//   them is large(stored);
 //   operand(natural): eight columns in the order of decode, place(i): where one of eight lies in that order;
 //   kWoven: gate and up rows lie in turn; Bias: of a gate and its up; kBias: down has biases; Beside: a shared expert's part of
 //   down, SharedDown or NothingBeside; activation(gate, up).
@@ -27,54 +28,122 @@ __device__ __forceinline__ int hidden_place(int i) {
   return i / kSpan * kSpan + (i % kGroup / 8 * 4 + i % kSpan / kGroup) * 8 + F::place(i % 8);
 }
 
-// One row's part in a lane's span: 32 codes and their scale. Zeros where `live` is false.
-template <class F>
-struct Codes {
-  uint4 words;
-  uint32_t stored;
-  // at: of the word, a group has four
-  __device__ __forceinline__ void fetch(const uint32_t *codes, const typename F::Scale *scales, int at, bool live) {
-    words = live ? load_weights(codes + at) : make_uint4(0, 0, 0, 0);
-    stored = live ? __ldg(scales + (at >> 2)) : 0;
+// Loads without a branch, which leave r as it is where `live` is false.
+__device__ __forceinline__ void load_weights_if(uint4 &r, const void *p, bool live) {
+  asm volatile("{.reg .pred live;\nsetp.ne.b32 live, %5, 0;\n@live ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];}"
+               : "+r"(r.x), "+r"(r.y), "+r"(r.z), "+r"(r.w)
+               : "l"(p), "r"(static_cast<int>(live)));
+}
+__device__ __forceinline__ void load_scale_if(uint32_t &r, const uint8_t *p, bool live) {
+  asm volatile("{.reg .pred live;\nsetp.ne.b32 live, %2, 0;\n@live ld.global.u8 %0, [%1];}" : "+r"(r) : "l"(p), "r"(static_cast<int>(live)));
+}
+__device__ __forceinline__ void load_scale_if(uint32_t &r, const uint16_t *p, bool live) {
+  asm volatile("{.reg .pred live;\nsetp.ne.b32 live, %2, 0;\n@live ld.global.u16 %0, [%1];}" : "+r"(r) : "l"(p), "r"(static_cast<int>(live)));
+}
+__device__ __forceinline__ void load_scales_if(uint32_t &r, const void *p, bool live) {
+  asm volatile("{.reg .pred live;\nsetp.ne.b32 live, %2, 0;\n@live ld.global.u32 %0, [%1];}" : "+r"(r) : "l"(p), "r"(static_cast<int>(live)));
+}
+__device__ __forceinline__ void load_scales_if(uint32_t &r, uint32_t &s, const void *p, bool live) {
+  asm volatile("{.reg .pred live;\nsetp.ne.b32 live, %3, 0;\n@live ld.global.v2.u32 {%0,%1}, [%2];}"
+               : "+r"(r), "+r"(s)
+               : "l"(p), "r"(static_cast<int>(live)));
+}
+
+// Rows' parts in a lane's kSpans spans, for kernels whose warps read whole spans of a row one after the other. Scales of two bytes
+// are loaded together, each lane some of the warp's own that follow one another, and go to who multiplies by them: half the
+// registers and a quarter of the loads.
+template <class F, int kSpans>
+struct Slot {
+  using Scale = typename F::Scale;
+  static constexpr bool kPaired = sizeof(Scale) == 2 && kSpans % 2 == 0;
+  static constexpr int kStored = kPaired ? kSpans / 2 : kSpans;
+  uint4 words[kSpans] = {};
+  uint32_t stored[kStored] = {};
+  // Where a row's part of the lane lies: its first span's word (a group has four) and the scale of the first that it loads.
+  struct Place {
+    const uint32_t *codes, *first; // first: of the matrix
+    const Scale *scales;           // of the matrix, where they are paired
+    __device__ __forceinline__ Place(const uint32_t *codes, const Scale *scales, size_t at)
+        : codes(codes + at), first(codes), scales(kPaired ? scales : scales + (at >> 2)) {}
+    __device__ __forceinline__ void move(int words) {
+      codes += words;
+      if constexpr (!kPaired) scales += words >> 2;
+    }
+    __device__ __forceinline__ const Scale *pairs() const { // found when they are asked for: it takes registers
+      int64_t at = codes - first;
+      asm volatile("" : "+l"(at));
+      return scales + (at >> 2) + (threadIdx.x & 3) * (kSpans - 1);
+    }
+  };
+  // Span q of a row, where `live`; else what was there stays, and meets zeros or nobody.
+  __device__ __forceinline__ void fetch(int q, const Place &at, bool live) {
+    load_weights_if(words[q], at.codes + q * (kSpan / 8), live);
+    if constexpr (!kPaired)
+      load_scale_if(stored[q], at.scales + q * 4, live);
+    else if (q == kSpans - 1)
+      fetch_pairs<kStored>(0, at.pairs(), live);
+  }
+  // The lane's kPairs pairs of scales.
+  template <int kPairs>
+  __device__ __forceinline__ void fetch_pairs(int i, const Scale *from, bool live) {
+    if constexpr (kPairs == 2)
+      load_scales_if(stored[i], stored[i + 1], from, live);
+    else
+      load_scales_if(stored[i], from, live);
+  }
+  // The scale of span q that the lane multiplies by, as F::factor takes it. All lanes call it.
+  __device__ __forceinline__ uint32_t scale(int q) const {
+    static_assert(!kPaired || kSpans == 2 || kSpans == 4, "a lane's scales");
+    if constexpr (!kPaired)
+      return F::both(stored[q]);
+    else if constexpr (kSpans == 4)
+      return __byte_perm(__shfl_sync(kAll, stored[0], q, 4), __shfl_sync(kAll, stored[1], q, 4), 0x1010 + 0x2222 * (threadIdx.x & 3));
+    else
+      return pair_scale(stored[0], q);
+  }
+  // The same from pairs of a row's two spans.
+  static __device__ __forceinline__ uint32_t pair_scale(uint32_t pairs, int q) {
+    return __byte_perm(__shfl_sync(kAll, pairs, 2 * q + (threadIdx.x >> 1 & 1), 4), 0, 0x1010 + 0x2222 * (threadIdx.x & 1));
+  }
+  static __device__ __forceinline__ bool large(uint32_t stored) {
+    return kPaired ? F::large(stored & 0xffffu) | F::large(stored >> 16) : F::large(stored);
+  }
+  __device__ __forceinline__ bool large() const { // any of them
+    bool any = false;
+#pragma unroll
+    for (int i = 0; i < kStored; i++) any |= large(stored[i]);
+    return any;
   }
 };
 
 // Products of a span of rows g (and g + 8, where there is a bottom) with the group's rows, b: the lane's columns, as
 // P::Format::operand orders them, eights kStride apart. kLarge: scales may be too large for one multiplication.
 template <class F, bool kLarge, int kStride>
-__device__ __forceinline__ void multiply_span(float4 &c, float4 &odd, const Codes<F> &top, const Codes<F> *bottom, const uint4 *b) {
-  const typename F::Factor first = F::factor(top.stored), second = F::factor(bottom ? bottom->stored : 0);
-  const uint32_t *tops = reinterpret_cast<const uint32_t *>(&top.words);
-  const uint32_t *bottoms = reinterpret_cast<const uint32_t *>(&(bottom ? bottom->words : top.words));
+__device__ __forceinline__ void multiply_words(float4 &c, float4 &odd, const uint4 &top, uint32_t top_scale, const uint4 *bottom,
+                                               uint32_t bottom_scale, const uint4 *b) {
+  const typename F::Factor first = F::factor(top_scale), second = F::factor(bottom_scale);
+  const uint32_t *tops = reinterpret_cast<const uint32_t *>(&top), *bottoms = reinterpret_cast<const uint32_t *>(bottom ? bottom : &top);
 #pragma unroll
   for (int eight = 0; eight < 4; eight++) {
-    const uint4 above = F::template decode<kLarge>(tops[eight], first, top.stored);
+    const uint4 above = F::template decode<kLarge>(tops[eight], first, top_scale);
     uint4 below = make_uint4(0, 0, 0, 0);
-    if (bottom) below = F::template decode<kLarge>(bottoms[eight], second, bottom->stored);
+    if (bottom) below = F::template decode<kLarge>(bottoms[eight], second, bottom_scale);
     const uint4 v = b[eight * kStride];
     mma(c, above.x, below.x, above.y, below.y, v.x, v.y);
     mma(odd, above.z, below.z, above.w, below.w, v.z, v.w);
   }
 }
-
 template <int kValue>
 struct Constant {
   static constexpr int value = kValue;
 };
 
-// Whether one of several spans' scales is too large for one multiplication.
-template <class F, int kSpans>
-__device__ __forceinline__ bool any_large(const Codes<F> (&codes)[kSpans]) {
-  bool large = false;
-#pragma unroll
-  for (int q = 0; q < kSpans; q++) large |= F::large(codes[q].stored);
-  return large;
-}
+// Whether one of several rows' scales is too large for one multiplication.
 template <class F, int kHalves, int kSpans>
-__device__ __forceinline__ bool any_large(const Codes<F> (&codes)[kHalves][kSpans]) {
+__device__ __forceinline__ bool any_large(const Slot<F, kSpans> (&rows)[kHalves]) {
   bool large = false;
 #pragma unroll
-  for (int h = 0; h < kHalves; h++) large |= any_large(codes[h]);
+  for (int h = 0; h < kHalves; h++) large |= rows[h].large();
   return large;
 }
 // multiply(Constant<true>) where a lane of the warp has such a scale, else multiply(Constant<false>), which is cheaper.

@@ -129,29 +129,28 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_down(P p) {
   const int count = choose_rows<kWarps * 32, true>(p, own, choice), jobs = count * parts.parts;
   DownWalk<kWarps, kSpans> now, ahead;
   now.begin(parts, warp), ahead = now;
-  Codes<F> half[kDepth][kHalves][kSpans];
+  using Place = typename Slot<F, kSpans>::Place;
+  Slot<F, kSpans> half[kDepth][kHalves];
   const int words = p.width / 8;
   int out[kHalves]; // where the lane's rows begin, in words of an expert; past the block's last output its last one again
 #pragma unroll
-  for (int h = 0; h < kHalves; h++) out[h] = min(first + h * 8 + g, last - 1) * words;
-  const uint32_t *codes;
-  const typename F::Scale *scales;
-  auto aim = [&](const DownWalk<kWarps, kSpans> &at) {
-    const size_t before = static_cast<size_t>(choice.list[at.u]) * static_cast<unsigned>(p.columns * words);
-    codes = p.down + before, scales = p.down_scale + before / 4;
-  };
-  auto fetch = [&](int d, int h, int q) {
-    const int group = (ahead.span + q) * 4 + t;
-    half[d][h][q].fetch(codes, scales, out[h] + group * 4, group * 4 < words);
+  for (int h = 0; h < kHalves; h++) out[h] = min(first + h * 8 + g, last - 1) * words + t * 4;
+  auto fetch = [&](int d) { // what does not exist is zeros
+    const size_t before = static_cast<size_t>(choice.list[ahead.u]) * static_cast<unsigned>(p.columns * words);
+#pragma unroll
+    for (int h = 0; h < kHalves; h++) {
+      const Place at(p.down, p.down_scale, before + (out[h] + ahead.span * (kSpan / 8)));
+#pragma unroll
+      for (int q = 0; q < kSpans; q++) {
+        const bool live = ((ahead.span + q) * 4 + t) * 4 < words;
+        if (!live) half[d][h].words[q] = make_uint4(0, 0, 0, 0);
+        half[d][h].fetch(q, at, live);
+      }
+    }
   };
 #pragma unroll
   for (int d = 0; d < kDepth; d++)
-    if (ahead.job < jobs) {
-      aim(ahead);
-#pragma unroll
-      for (int i = 0; i < kHalves * kSpans; i++) fetch(d, i / kSpans, i % kSpans);
-      ahead.next(parts);
-    }
+    if (ahead.job < jobs) fetch(d), ahead.next(parts);
   if constexpr (F::kBias)
 #pragma unroll 1
     for (int i = threadIdx.x; p.down_bias && i < count * kOwn; i += kWarps * 32)
@@ -177,24 +176,22 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_down(P p) {
   float4 c[kTiles] = {}, odd[kTiles] = {};
   auto unit = [&](auto slot) { // the spans in this slot, and the next ones into it
     constexpr int d = decltype(slot)::value;
-    const bool more = ahead.job < jobs;
     const DownWalk<kWarps, kSpans> old = now;
-    if (more) aim(ahead);
     now.next(parts);
     auto multiply_all = [&](auto large) {
 #pragma unroll
       for (int q = 0; q < kSpans; q++) {
 #pragma unroll
         for (int h = 0; h < kHalves; h += 2) {
-          multiply_span<F, decltype(large)::value, 1>(c[h / 2], odd[h / 2], half[d][h][q], h + 1 < kHalves ? &half[d][h + 1][q] : nullptr, b + q * 4);
-          if (more) fetch(d, h, q);
-          if (more && h + 1 < kHalves) fetch(d, h + 1, q);
+          const bool both = h + 1 < kHalves;
+          multiply_words<F, decltype(large)::value, 1>(c[h / 2], odd[h / 2], half[d][h].words[q], half[d][h].scale(q),
+                                                       both ? &half[d][both ? h + 1 : h].words[q] : nullptr, both ? half[d][both ? h + 1 : h].scale(q) : 0, b + q * 4);
         }
-        rows(now, q);
+        rows(now, q); // before the codes that are needed later: loads come in the order in which they were asked for
       }
     };
     multiply_by_need(any_large(half[d]), multiply_all);
-    if (more) ahead.next(parts);
+    if (ahead.job < jobs) fetch(d), ahead.next(parts);
     if (now.job == old.job) return;
 #pragma unroll
     for (int j = 0; j < kTiles; j++) {
@@ -253,18 +250,19 @@ __global__ void __launch_bounds__(kWarps * 32, 1) packed_down_spread(P p) {
   int at[kHalves]; // where the lane's codes lie, in words of an expert; past the block's last output its last one's again
 #pragma unroll
   for (int h = 0; h < kHalves; h++) at[h] = min(first + h * 8 + g, last - 1) * words + group * 4;
-  Codes<F> half[kDepth][kHalves][kSpans];
-  auto fetch = [&](int d, int u, int q) {
+  Slot<F, kSpans> half[kDepth][kHalves];
+  auto fetch = [&](int d, int u) {
     const size_t before = static_cast<size_t>(choice.list[u]) * static_cast<unsigned>(p.columns * words);
 #pragma unroll
-    for (int h = 0; h < kHalves; h++)
-      half[d][h][q].fetch(p.down + before, p.down_scale + before / 4, at[h] + q * (kSpan / 8), (group + q * 4) * 4 < words);
+    for (int h = 0; h < kHalves; h++) {
+      const typename Slot<F, kSpans>::Place place(p.down, p.down_scale, before + at[h]);
+#pragma unroll
+      for (int q = 0; q < kSpans; q++) half[d][h].fetch(q, place, (group + q * 4) * 4 < words);
+    }
   };
 #pragma unroll
   for (int d = 0; d < kDepth; d++)
-    if (d < count)
-#pragma unroll
-      for (int q = 0; q < kSpans; q++) fetch(d, d, q);
+    if (d < count) fetch(d, d);
   if constexpr (F::kBias)
 #pragma unroll 1
     for (int i = threadIdx.x; p.down_bias && i < count * kOwn; i += kWarps * 32)
@@ -293,13 +291,16 @@ __global__ void __launch_bounds__(kWarps * 32, 1) packed_down_spread(P p) {
 #pragma unroll
       for (int q = 0; q < kSpans; q++) {
 #pragma unroll
-        for (int h = 0; h < kHalves; h += 2)
-          multiply_span<F, decltype(large)::value, 1>(c[h / 2], odd[h / 2], half[d][h][q], h + 1 < kHalves ? &half[d][h + 1][q] : nullptr, b + q * 4);
-        if (u + kDepth < count) fetch(d, u + kDepth, q);
-        if (u + 1 < count) rows(u + 1, q);
+        for (int h = 0; h < kHalves; h += 2) {
+          const bool both = h + 1 < kHalves;
+          multiply_words<F, decltype(large)::value, 1>(c[h / 2], odd[h / 2], half[d][h].words[q], half[d][h].scale(q),
+                                                       both ? &half[d][both ? h + 1 : h].words[q] : nullptr, both ? half[d][both ? h + 1 : h].scale(q) : 0, b + q * 4);
+        }
+        if (u + 1 < count) rows(u + 1, q); // before the codes that are needed later: loads come in the order in which they were asked for
       }
     };
     multiply_by_need(any_large(half[d]), multiply_all);
+    if (u + kDepth < count) fetch(d, u + kDepth);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int r = 2 * t + i;
