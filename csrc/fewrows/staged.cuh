@@ -25,39 +25,39 @@ struct StagedRows {
       gain[k] = gamma && c < kChunks ? load_weights(gamma + c * 8) : make_uint4(0, 0, 0, 0);
     }
   }
-  __device__ __forceinline__ void ask(uint4 (&v)[kOwn], const bf16 *x) const {
-#pragma unroll
-    for (int k = 0; k < kOwn; k++) {
-      const int c = threadIdx.x + k * kThreads;
-      if (c < kChunks) v[k] = load_rows(x + c * 8);
-    }
-  }
   // `live` rows of x, `stride` apart. All threads of the block call it; a barrier follows.
   __device__ __forceinline__ void stage(const bf16 *x, size_t stride, int live) {
-    uint4 v[kOwn];
-    ask(v, x);
-#pragma unroll 1
-    for (int r = 0; r < live; r++) {
-      float sum = 0.f;
-      uint4 own[kOwn];
+    float sum[kRows];
 #pragma unroll
-      for (int k = 0; k < kOwn; k++) own[k] = v[k];
-      if (r + 1 < live) ask(v, x + (r + 1) * stride);
+    for (int half = 0; half < kRows; half += kRows / 2) { // on their way together, as many as there are registers for
+      uint4 v[kRows / 2][kOwn];
 #pragma unroll
-      for (int k = 0; k < kOwn; k++) {
-        const int c = threadIdx.x + k * kThreads;
-        if (c < kChunks) rows[r * kPitch + c] = normed ? gained(own[k], gain[k], sum) : own[k];
+      for (int r = 0; r < kRows / 2; r++)
+#pragma unroll
+        for (int k = 0; k < kOwn; k++) {
+          const int c = threadIdx.x + k * kThreads;
+          load_rows_if(v[r][k], x + (half + r) * stride + c * 8, half + r < live && c < kChunks);
+        }
+#pragma unroll
+      for (int r = 0; r < kRows / 2; r++) {
+        sum[half + r] = 0.f;
+#pragma unroll
+        for (int k = 0; k < kOwn; k++) {
+          const int c = threadIdx.x + k * kThreads;
+          if (half + r < live && c < kChunks) rows[(half + r) * kPitch + c] = normed ? gained(v[r][k], gain[k], sum[half + r]) : v[r][k];
+        }
       }
-      sum = warp_sum(sum);
-      if ((threadIdx.x & 31) == 0) squares[threadIdx.x >> 5][r] = sum;
     }
+    const int lane = threadIdx.x & 31;
+    const float total = sum_of_rows(sum);
+    if ((lane & 3) == 0) squares[threadIdx.x >> 5][lane >> 2] = total;
     __syncthreads();
   }
   // What sums of row r are still to be multiplied by.
   __device__ __forceinline__ float factor(int r, int columns, float eps) const {
     if (!normed) return 1.f;
     float total = 0.f;
-#pragma unroll 4
+#pragma unroll
     for (int w = 0; w < kWarps; w++) total += squares[w][r];
     return rsqrtf(total / columns + eps);
   }
