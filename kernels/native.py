@@ -21,7 +21,7 @@ from . import head, linear, native_latent, native_packed, native_routing
 from .routing import Routing
 from .structs import structure
 
-ABI = 10
+ABI = 11
 CAPABILITY = (9, 0)
 # columns of a projection, with a norm or without (project.cuh)
 COLUMNS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 2304, 2880, 4096)
@@ -134,7 +134,10 @@ class Library:
         self.logits = torch.zeros(HELD, MOST_EXPERTS, dtype=torch.int64, device=device)
         self.launch = torch.ones(1, dtype=torch.int32, device=device)
         self.attended = torch.zeros(MOST_VECTORS, dtype=torch.int32, device=device)  # attention.cuh: likewise
-        self.routed = torch.zeros(native_routing.MOST_TILES, dtype=torch.int32, device=device)  # router.cuh: likewise
+        tiles = native_routing.MOST_TILES  # router.cuh: likewise, and who has arrived
+        self.scores = torch.zeros(tiles * 8, native_routing.MOST_EXPERTS, dtype=torch.int64, device=device)
+        self.routes = torch.ones(tiles, dtype=torch.int32, device=device)
+        self.routed = torch.zeros(tiles, dtype=torch.int32, device=device)
 
     @staticmethod
     def _stream():

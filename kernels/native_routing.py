@@ -13,7 +13,7 @@ SCORES = tuple(routing.SCORES)  # in the order of router.cuh's
 
 Router = structure(
     "Router",
-    p="x gamma gate bias correction shared normed hidden logits arrivals ids weights",
+    p="x gamma gate bias correction shared normed hidden packets launches arrivals ids weights",
     f="eps scale",
     i="rows columns width experts choices score renormalise groups top_groups group_best",
 )
@@ -34,14 +34,13 @@ def route(library, x, norm_weight, eps, gate, rule, bias=None, correction=None, 
     normed = x if norm_weight is None else torch.empty_like(x)
     hidden = None if shared is None else x.new_empty(rows, width)
     ids = torch.empty(rows, k, dtype=torch.int64, device=x.device)
-    weights, logits = (
-        torch.empty(*size, dtype=torch.float32, device=x.device) for size in ((rows, k), (groups(rows) * 8, experts))
-    )
+    weights = torch.empty(rows, k, dtype=torch.float32, device=x.device)
     library.call(
         "eagle3_route", Router, library.blocks,
         x=x, gamma=norm_weight, gate=gate, bias=bias, correction=correction, shared=shared, normed=normed,
-        hidden=hidden, logits=logits, arrivals=library.routed, ids=ids, weights=weights, eps=eps, scale=rule.scale,
-        rows=rows, columns=columns, width=width, experts=experts, choices=k, score=SCORES.index(rule.score),
-        renormalise=int(rule.renormalise), groups=rule.groups, top_groups=rule.top_groups, group_best=rule.group_best,
+        hidden=hidden, packets=library.scores, launches=library.routes, arrivals=library.routed, ids=ids,
+        weights=weights, eps=eps, scale=rule.scale, rows=rows, columns=columns, width=width, experts=experts, choices=k,
+        score=SCORES.index(rule.score), renormalise=int(rule.renormalise), groups=rule.groups,
+        top_groups=rule.top_groups, group_best=rule.group_best,
     )  # fmt: skip
     return (normed, ids, weights) if shared is None else (normed, ids, weights, hidden)

@@ -13,6 +13,7 @@ struct StagedRows {
   static constexpr int kPitch = kChunks + 4; // rows lie on different banks
   uint4 *const rows;
   float (*const squares)[kRows]; // [kWarps], scratch
+  static constexpr uint32_t kOnes = 0x3f803f80u; // two of them, in bf16
   uint4 gain[kOwn];
   const bool normed;
 
@@ -22,7 +23,7 @@ struct StagedRows {
 #pragma unroll
     for (int k = 0; k < kOwn; k++) {
       const int c = threadIdx.x + k * kThreads;
-      gain[k] = gamma && c < kChunks ? load_weights(gamma + c * 8) : make_uint4(0, 0, 0, 0);
+      gain[k] = gamma && c < kChunks ? load_weights(gamma + c * 8) : make_uint4(kOnes, kOnes, kOnes, kOnes);
     }
   }
   // `live` rows of x, `stride` apart. All threads of the block call it; a barrier follows.
@@ -30,6 +31,9 @@ struct StagedRows {
     float sum[kRows];
 #pragma unroll
     for (int half = 0; half < kRows; half += kRows / 2) { // on their way together, as many as there are registers for
+#pragma unroll
+      for (int r = 0; r < kRows / 2; r++) sum[half + r] = 0.f;
+      if (half >= live) continue;
       uint4 v[kRows / 2][kOwn];
 #pragma unroll
       for (int r = 0; r < kRows / 2; r++)
@@ -39,14 +43,12 @@ struct StagedRows {
           load_rows_if(v[r][k], x + (half + r) * stride + c * 8, half + r < live && c < kChunks);
         }
 #pragma unroll
-      for (int r = 0; r < kRows / 2; r++) {
-        sum[half + r] = 0.f;
+      for (int r = 0; r < kRows / 2; r++)
 #pragma unroll
         for (int k = 0; k < kOwn; k++) {
           const int c = threadIdx.x + k * kThreads;
-          if (half + r < live && c < kChunks) rows[(half + r) * kPitch + c] = normed ? gained(v[r][k], gain[k], sum[half + r]) : v[r][k];
+          if (half + r < live && c < kChunks) rows[(half + r) * kPitch + c] = gained(v[r][k], gain[k], sum[half + r]);
         }
-      }
     }
     const int lane = threadIdx.x & 31;
     const float total = sum_of_rows(sum);
