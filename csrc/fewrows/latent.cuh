@@ -83,9 +83,11 @@ __global__ void __launch_bounds__(128) latent_queries(LatentQueries p) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int head = blockIdx.x / 8, chunk = blockIdx.x % 8, first_row = blockIdx.y * kRows;
   const int live = min(kRows, p.rows - first_row);
+  // Attention begins already: what it reads before its own wait, committed rows and where they lie, is older than the
+  // projections before this kernel.
+  launch_dependents();
   if (head == p.heads) {
     wait_for_predecessor();
-    launch_dependents();
     for (int r = warp; r < live; r += 4) write_latent(p, first_row + r);
     return;
   }
@@ -96,7 +98,6 @@ __global__ void __launch_bounds__(128) latent_queries(LatentQueries p) {
   }
   commit_copies();
   wait_for_predecessor();
-  launch_dependents();
   const bf16 *own = p.own + head * (kPlain + kTurned);
   uint32_t b[kPlain / 16][2];
 #pragma unroll
@@ -348,8 +349,8 @@ __global__ void __launch_bounds__(256) latent_values(LatentAttention p) {
     return min(p.lanes, last / kLatentTile + 1);
   };
   int count = partials_of(warp);
+  launch_dependents(); // the output projection asks for its weights while attention runs
   wait_for_predecessor();
-  launch_dependents();
 #pragma unroll 1
   for (int job = warp; job < live * 4; count = partials_of(job += 8)) { // a row, a quarter of its columns
     const size_t at = (static_cast<size_t>(first_row + job / 4) * p.heads + head) * p.lanes;
