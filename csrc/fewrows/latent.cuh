@@ -40,40 +40,54 @@ struct LatentQueries {
   int rows, t, heads, stride, own_stride, up_stride, columns, table, page;
 };
 
-// A pair of lanes turned by the angle whose cosine is `from`, its sine 32 further.
-__device__ __forceinline__ uint32_t turned_pair(uint32_t v, const float *from) {
-  const float cosine = from[0], sine = from[kTurned / 2], a = low(v), b = high(v);
-  return pack(a * cosine - b * sine, b * cosine + a * sine);
-}
+// The angle of a lane's pair at the position of row `row`, older than the kernels before this one.
+struct Turn {
+  float cosine, sine;
+  __device__ __forceinline__ Turn(const LatentQueries &p, int row, bool live) : cosine(0.f), sine(0.f) {
+    if (!live) return;
+    const float *from = p.cos_sin + load_long(p.positions + row) * kTurned + (threadIdx.x & 31);
+    cosine = from[0], sine = from[kTurned / 2];
+  }
+  __device__ __forceinline__ uint32_t of(uint32_t v) const {
+    const float a = low(v), b = high(v);
+    return pack(a * cosine - b * sine, b * cosine + a * sine);
+  }
+};
 
-// Cache row of one row of the pass, by one warp: latent normed, shared key turned.
-__device__ __forceinline__ void write_latent(const LatentQueries &p, int row) {
-  const int lane = threadIdx.x & 31;
-  const int64_t index = load_long(p.index + row), position = load_long(p.positions + row);
-  const bf16 *from = p.projected + static_cast<size_t>(row) * p.stride + p.stride - kLatentRow;
-  uint4 v[2], gain[2];
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    v[i] = load_rows(from + i * 256 + lane * 8);
-    gain[i] = load_weights(p.gain + i * 256 + lane * 8);
-  }
-  const uint32_t shared = load_pair(from + kLatent + 2 * lane);
+// Cache row of one row of the pass, by one warp: latent normed, shared key turned. Where it goes is asked for before the wait.
+struct CacheRow {
   int64_t slot = 0; // of nobody
-  if (index >= 0 && index < static_cast<int64_t>(p.columns) * p.page)
-    slot = static_cast<int64_t>(p.pages[static_cast<int64_t>(row / p.t) * p.table + index / p.page]) * p.page + index % p.page;
-  const float sum = warp_sum(product_of(v, v));
-  const float scale = rsqrtf(sum * (1.f / kLatent) + p.eps);
-  bf16 *to = p.plane + static_cast<size_t>(slot) * kLatentRow;
+  Turn turn;
+  uint4 gain[2];
+  __device__ __forceinline__ CacheRow(const LatentQueries &p, int row, bool live) : turn(p, row, live) {
+    if (!live) return;
+    const int64_t index = load_long(p.index + row);
+    if (index >= 0 && index < static_cast<int64_t>(p.columns) * p.page)
+      slot = static_cast<int64_t>(p.pages[static_cast<int64_t>(row / p.t) * p.table + index / p.page]) * p.page + index % p.page;
 #pragma unroll
-  for (int i = 0; i < 2; i++) {
-    uint32_t *w = reinterpret_cast<uint32_t *>(&v[i]);
-    const uint32_t *g = reinterpret_cast<const uint32_t *>(&gain[i]);
-#pragma unroll
-    for (int j = 0; j < 4; j++) w[j] = pack(low(w[j]) * scale * low(g[j]), high(w[j]) * scale * high(g[j]));
-    *reinterpret_cast<uint4 *>(to + i * 256 + lane * 8) = v[i];
+    for (int i = 0; i < 2; i++) gain[i] = load_weights(p.gain + i * 256 + (threadIdx.x & 31) * 8);
   }
-  *reinterpret_cast<uint32_t *>(to + kLatent + 2 * lane) = turned_pair(shared, p.cos_sin + position * kTurned + lane);
-}
+  __device__ __forceinline__ void write(const LatentQueries &p, int row) const {
+    const int lane = threadIdx.x & 31;
+    const bf16 *from = p.projected + static_cast<size_t>(row) * p.stride + p.stride - kLatentRow;
+    uint4 v[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) v[i] = load_rows(from + i * 256 + lane * 8);
+    const uint32_t shared = load_pair(from + kLatent + 2 * lane);
+    const float sum = warp_sum(product_of(v, v));
+    const float scale = rsqrtf(sum * (1.f / kLatent) + p.eps);
+    bf16 *to = p.plane + static_cast<size_t>(slot) * kLatentRow;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      uint32_t *w = reinterpret_cast<uint32_t *>(&v[i]);
+      const uint32_t *g = reinterpret_cast<const uint32_t *>(&gain[i]);
+#pragma unroll
+      for (int j = 0; j < 4; j++) w[j] = pack(low(w[j]) * scale * low(g[j]), high(w[j]) * scale * high(g[j]));
+      *reinterpret_cast<uint4 *>(to + i * 256 + lane * 8) = v[i];
+    }
+    *reinterpret_cast<uint32_t *>(to + kLatent + 2 * lane) = turn.of(shared);
+  }
+};
 
 // Block (x, y): columns x mod 8 * 64 … of head x / 8's absorbed queries for row group y, and from the first of them the
 // head's turned lanes; past the heads, the cache rows.
@@ -86,9 +100,12 @@ __global__ void __launch_bounds__(128) latent_queries(LatentQueries p) {
   // Attention begins already: what it reads before its own wait, committed rows and where they lie, is older than the
   // projections before this kernel.
   launch_dependents();
+  const int r = warp, below = r + kRows / 2; // rows whose pairs this warp turns
   if (head == p.heads) {
+    const CacheRow first(p, first_row + r, r < live), second(p, first_row + below, below < live);
     wait_for_predecessor();
-    for (int r = warp; r < live; r += 4) write_latent(p, first_row + r);
+    if (r < live) first.write(p, first_row + r);
+    if (below < live) second.write(p, first_row + below);
     return;
   }
 #pragma unroll 1
@@ -97,6 +114,7 @@ __global__ void __launch_bounds__(128) latent_queries(LatentQueries p) {
     copy_async(up + d * kPitch + c, p.k_up + static_cast<size_t>(head) * p.up_stride + d * kLatent + chunk * kChunk + c, true);
   }
   commit_copies();
+  const Turn first(p, first_row + r, !chunk && r < live), second(p, first_row + below, !chunk && below < live);
   wait_for_predecessor();
   const bf16 *own = p.own + head * (kPlain + kTurned);
   uint32_t b[kPlain / 16][2];
@@ -105,6 +123,8 @@ __global__ void __launch_bounds__(128) latent_queries(LatentQueries p) {
 #pragma unroll
     for (int h = 0; h < 2; h++)
       b[k][h] = g < live ? load_pair(own + static_cast<size_t>(first_row + g) * p.own_stride + k * 16 + h * 8 + 2 * t) : 0;
+  auto turned = [&](int row) { return own + static_cast<size_t>(first_row + row) * p.own_stride + kPlain + 2 * lane; };
+  const uint32_t pair = !chunk && r < live ? load_pair(turned(r)) : 0, last = !chunk && below < live ? load_pair(turned(below)) : 0;
   wait_copies<0>();
   __syncthreads();
   float4 c = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -122,12 +142,11 @@ __global__ void __launch_bounds__(128) latent_queries(LatentQueries p) {
     if (row < live) p.q[(static_cast<size_t>(first_row + row) * p.heads + head) * kLatentRow + column] = __float2bfloat16(of[i]);
   }
   if (chunk) return;
-  for (int r = warp; r < live; r += 4) {
-    const size_t row = first_row + r;
-    const uint32_t v = load_pair(own + row * p.own_stride + kPlain + 2 * lane);
-    *reinterpret_cast<uint32_t *>(p.q + (row * p.heads + head) * kLatentRow + kLatent + 2 * lane) =
-        turned_pair(v, p.cos_sin + load_long(p.positions + row) * kTurned + lane);
-  }
+  auto store = [&](int row, uint32_t v) {
+    *reinterpret_cast<uint32_t *>(p.q + (static_cast<size_t>(first_row + row) * p.heads + head) * kLatentRow + kLatent + 2 * lane) = v;
+  };
+  if (r < live) store(r, first.of(pair));
+  if (below < live) store(below, second.of(last));
 }
 
 inline cudaError_t absorb(const LatentQueries &p, cudaStream_t stream) {
