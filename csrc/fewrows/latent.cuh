@@ -180,7 +180,8 @@ constexpr int kScoreParts = 4; // of the columns, which the warps share for scor
 template <int kStages>
 constexpr size_t kLatentBytes = (kStages * kLatentStage + 16 * kScorePitch) * 2 + kScoreParts * 16 * kScorePitch * 4;
 
-// Block (lane, pair of rows of a sequence, block of heads): its lane's partial.
+// Block (lane, pair of rows of a sequence, block of heads): its lane's partial. Nodes begin in a tile that each row folds for
+// itself: past the lanes, one more block does so for the second row of a pair, while that lane's own block does for the first.
 template <int kStages>
 __global__ void __launch_bounds__(kLatentThreads, 1) latent_attend(LatentAttention p) {
   extern __shared__ uint4 latent_memory[];
@@ -191,7 +192,10 @@ __global__ void __launch_bounds__(kLatentThreads, 1) latent_attend(LatentAttenti
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int pairs = (p.t + kPair - 1) / kPair, sequence = blockIdx.y / pairs, first_row = blockIdx.y % pairs * kPair;
   const int rows = min(kPair, p.t - first_row), line = sequence * p.t + first_row, head0 = blockIdx.z * kHeadBlock;
-  const int prefix = static_cast<int>(load_long(p.prefix + sequence)), own = blockIdx.x;
+  const int prefix = static_cast<int>(load_long(p.prefix + sequence)), crossed = prefix / kLatentTile % kLatentLanes;
+  const bool beside = static_cast<int>(blockIdx.x) == p.lanes;
+  const int own = beside ? crossed : blockIdx.x, only = rows > 1 && own == crossed ? beside : -1; // the row it is for; -1: both
+  if (beside && only < 0) return;
   const int *const pages = p.pages + static_cast<int64_t>(sequence) * p.table;
   uint64_t bits[kPair];
   int last[kPair]; // position of each row
@@ -202,7 +206,7 @@ __global__ void __launch_bounds__(kLatentThreads, 1) latent_attend(LatentAttenti
     if (p.tree && threadIdx.x < 64 && bits[r] >> threadIdx.x & 1)
       path[r][__popcll(bits[r] & ((1ull << threadIdx.x) - 1))] = static_cast<uint8_t>(threadIdx.x);
   }
-  const int end = max(last[0], last[1]) + 1;
+  const int end = (only < 0 ? max(last[0], last[1]) : only ? last[1] : last[0]) + 1;
   if (own * kLatentTile >= end) return;
   __syncthreads();
   // logical row of position `at` as row r sees it; -1: it sees none there
@@ -212,8 +216,10 @@ __global__ void __launch_bounds__(kLatentThreads, 1) latent_attend(LatentAttenti
     const int row = prefix + (p.tree ? path[r][at - prefix] : at - prefix);
     return row < p.columns * p.page ? row : -1;
   };
-  auto begin = [&](int tile) { return LatentTurn{tile, (tile + 1) * kLatentTile <= prefix ? -1 : 0}; };
-  auto after = [&](LatentTurn turn) { return turn.row >= 0 && turn.row + 1 < rows ? LatentTurn{turn.tile, turn.row + 1} : begin(turn.tile + kLatentLanes); };
+  auto begin = [&](int tile) { return LatentTurn{tile, (tile + 1) * kLatentTile <= prefix ? -1 : max(only, 0)}; };
+  auto after = [&](LatentTurn turn) {
+    return only < 0 && turn.row >= 0 && turn.row + 1 < rows ? LatentTurn{turn.tile, turn.row + 1} : begin(turn.tile + kLatentLanes);
+  };
   // positions of a tile below the prefix: their rows are older than the kernel before this one, nodes are not
   auto committed = [&](LatentTurn turn) { return min(kLatentTile, max(0, prefix - turn.tile * kLatentTile)); };
   auto fetch = [&](LatentTurn turn, int stage, int from, int to) { // positions from … to of the tile
@@ -227,26 +233,19 @@ __global__ void __launch_bounds__(kLatentThreads, 1) latent_attend(LatentAttenti
   };
   LatentTurn turn = begin(own), ahead = turn;
   fetch(turn, 0, 0, committed(turn));
-  wait_for_predecessor();
-  launch_dependents();
-  fetch(turn, 0, committed(turn), kLatentTile);
-  bf16 *const queries = stages + kLatentStage; // on their way into registers
-#pragma unroll 1
-  for (int i = threadIdx.x; i < 16 * (kLatentRow / 8); i += kLatentThreads) {
-    const int m = i / (kLatentRow / 8), c = i % (kLatentRow / 8) * 8, r = m / kHeadBlock, h = m % kHeadBlock;
-    const size_t from = static_cast<size_t>(line + (r < rows ? r : 0)) * p.heads + head0 + h;
-    copy_async(queries + m * kLatentPitch + c, p.q + from * kLatentRow + c, r < rows);
-  }
-  commit_copies();
-  wait_copies<0>();
-  __syncthreads();
   constexpr int kSteps = kLatentRow / kScoreParts / 16; // of 16 columns, of a warp's part
   const int position = warp % 2 * 16, part = warp / 2;  // of the scores that this warp computes
-  uint32_t q[kSteps][4];
+  const size_t row_words = static_cast<size_t>(p.heads) * kLatentRow;
+  const bf16 *const queries = p.q + (static_cast<size_t>(line) * p.heads + head0 + g) * kLatentRow + part * kSteps * 16 + 2 * t;
+  uint32_t q[kSteps][4]; // of head g: the first row's, the second's
+  wait_for_predecessor();
+  launch_dependents();
 #pragma unroll
   for (int k = 0; k < kSteps; k++)
-    load_matrices(q[k], queries + ((lane >> 3 & 1) * 8 + (lane & 7)) * kLatentPitch + (part * kSteps + k) * 16 + (lane >> 4) * 8);
-  __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 4; i++) q[k][i] = (i & 1) < rows ? load_pair(queries + (i & 1) * row_words + k * 16 + (i >> 1) * 8) : 0;
+  fetch(turn, 0, committed(turn), kLatentTile);
+  commit_copies();
   float4 out[8];
 #pragma unroll
   for (int n = 0; n < 8; n++) out[n] = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -331,7 +330,7 @@ __global__ void __launch_bounds__(kLatentThreads, 1) latent_attend(LatentAttenti
   wait_copies<0>();
 #pragma unroll
   for (int r = 0; r < kPair; r++) {
-    if (r >= rows || own * kLatentTile > last[r]) continue; // a lane that the row does not reach has no partial
+    if (r >= rows || own * kLatentTile > last[r] || (only >= 0 && r != only)) continue; // a lane that the row does not reach has no partial
     const size_t to = ((static_cast<size_t>(line + r) * p.heads + head0 + g) * p.lanes + own) * kLatent + warp * 64 + 2 * t;
 #pragma unroll
     for (int n = 0; n < 8; n++)
@@ -340,13 +339,16 @@ __global__ void __launch_bounds__(kLatentThreads, 1) latent_attend(LatentAttenti
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int m = 2 * warp + i, r = m / kHeadBlock;
-    if (lane || r >= rows) continue;
+    if (lane || r >= rows || (only >= 0 && r != only)) continue;
     float *to = p.stats + ((static_cast<size_t>(line + r) * p.heads + head0 + m % kHeadBlock) * p.lanes + own) * 2;
     to[0] = top[i], to[1] = norm[i];
   }
 }
 
-// Block (x, y): values x mod 4 * 32 … of head x / 4 for row group y: partials merged, then the head's matrix.
+// Rows of a block of values: few, so that a warp merges one part of one row, unless there are many.
+__host__ __device__ inline int value_rows(int rows) { return rows <= 2 * kRows ? kPair : kRows; }
+
+// Block (x, y): values x mod 4 * 32 … of head x / 4 for rows y: partials merged, then the head's matrix.
 __global__ void __launch_bounds__(256) latent_values(LatentAttention p) {
   constexpr int kBlock = 32, kPitch = kLatent + 8;
   constexpr int kBatch = 18; // partials in flight: those of 576 positions
@@ -354,7 +356,7 @@ __global__ void __launch_bounds__(256) latent_values(LatentAttention p) {
   __shared__ float red[4 * 256];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int head = blockIdx.x / (kHeadValues / kBlock), first = blockIdx.x % (kHeadValues / kBlock) * kBlock;
-  const int first_row = blockIdx.y * kRows, live = min(kRows, p.rows - first_row), tile = warp % 2, slice = warp / 2;
+  const int per = value_rows(p.rows), first_row = blockIdx.y * per, live = min(per, p.rows - first_row), tile = warp % 2, slice = warp / 2;
   uint4 w[4][2];
   const bf16 *matrix = p.v_up + static_cast<size_t>(head) * p.up_stride + (first + tile * 16 + g) * kLatent + slice * 128 + t * 8;
 #pragma unroll
@@ -421,12 +423,13 @@ __global__ void __launch_bounds__(256) latent_values(LatentAttention p) {
 
 inline cudaError_t latent(const LatentAttention &p, int batch, cudaStream_t stream) {
   if (p.heads % kHeadBlock || p.lanes > kLatentLanes) return cudaErrorInvalidValue;
-  const dim3 grid(p.lanes, batch * ((p.t + kPair - 1) / kPair), p.heads / kHeadBlock);
+  const dim3 grid(p.lanes + (p.t > 1), batch * ((p.t + kPair - 1) / kPair), p.heads / kHeadBlock);
   const bool once = p.columns * p.page <= kLatentLanes * kLatentTile; // a block folds one tile for all rows
   const cudaError_t e = once ? launch(latent_attend<2>, grid, kLatentThreads, kLatentBytes<2>, stream, 1, p)
                              : launch(latent_attend<4>, grid, kLatentThreads, kLatentBytes<4>, stream, 1, p);
   if (e != cudaSuccess) return e;
-  return launch(latent_values, dim3(p.heads * 4, (p.rows + kRows - 1) / kRows), 256, 0, stream, 1, p);
+  const int per = value_rows(p.rows);
+  return launch(latent_values, dim3(p.heads * 4, (p.rows + per - 1) / per), 256, 0, stream, 1, p);
 }
 
 } // namespace eagle3
