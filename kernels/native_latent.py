@@ -8,11 +8,12 @@ from . import mla_attention as latent
 from .structs import structure
 
 PLAIN, TURNED, LATENT, VALUES = 128, 64, 512, 128  # of latent.cuh: Kimi, DeepSeek-V2 and V3
+QUERIES = 1536  # columns of the rows that heads' queries are made of, where one launch makes and absorbs them
 TILE, LANES, HEADS = 32, 64, 8  # positions of a tile, lanes that tiles are dealt to, heads of a block
 
 LatentQueries = structure(
     "LatentQueries",
-    p="projected own k_up gain cos_sin positions index pages q plane",
+    p="projected own gamma weight k_up gain cos_sin positions index pages q plane",
     f="eps",
     i="rows t heads stride own_stride up_stride columns table page",
 )
@@ -38,13 +39,18 @@ def mla_qkv(
         rest = kv_norm, k_up, cos_sin, positions, index, pages, page_size, plane
         return mla.composed(library.normed)(x, norm_weight, eps, down, q_norm, q_up, *rest)
     y = library.normed(x, norm_weight, eps, down)
-    own = y if q_up is None else library.normed(y[:, : q_up.shape[1]], q_norm, eps, q_up)
+    inside = q_up is not None and q_up.shape[1] == QUERIES and y.stride(0) % 8 == 0  # heads in the same launch
+    if inside:
+        heads_of = dict(own=None, gamma=q_norm, weight=q_up, own_stride=0)
+    else:
+        own = y if q_up is None else library.normed(y[:, : q_up.shape[1]], q_norm, eps, q_up)
+        heads_of = dict(own=own, gamma=None, weight=None, own_stride=own.stride(0))
     q = x.new_empty(rows, heads, LATENT + TURNED)
     library.call(
-        "eagle3_latent_queries", LatentQueries, projected=y, own=own, k_up=k_up, gain=kv_norm, cos_sin=cos_sin,
+        "eagle3_latent_queries", LatentQueries, projected=y, k_up=k_up, gain=kv_norm, cos_sin=cos_sin,
         positions=positions.contiguous(), index=index.contiguous(), pages=pages, q=q, plane=plane, eps=eps, rows=rows,
-        t=positions.shape[1], heads=heads, stride=y.stride(0), own_stride=own.stride(0), up_stride=k_up.stride(0),
-        columns=pages.shape[1], table=pages.stride(0), page=page_size,
+        t=positions.shape[1], heads=heads, stride=y.stride(0), up_stride=k_up.stride(0), columns=pages.shape[1],
+        table=pages.stride(0), page=page_size, **heads_of,
     )  # fmt: skip
     return q
 
