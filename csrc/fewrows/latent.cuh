@@ -96,19 +96,26 @@ __global__ void __launch_bounds__(kLatentThreads, 1) latent_attend(LatentAttenti
   };
   LatentTurn turn = begin(own), ahead = turn;
   fetch(turn, 0, 0, committed(turn));
-  constexpr int kSteps = kLatentRow / kScoreParts / 16; // of 16 columns, of a warp's part
-  const int position = warp % 2 * 16, part = warp / 2;  // of the scores that this warp computes
-  const size_t row_words = static_cast<size_t>(p.heads) * kLatentRow;
-  const bf16 *const queries = p.q + (static_cast<size_t>(line) * p.heads + head0 + g) * kLatentRow + part * kSteps * 16 + 2 * t;
-  uint32_t q[kSteps][4]; // of head g: the first row's, the second's
   wait_for_predecessor();
   launch_dependents();
+  fetch(turn, 0, committed(turn), kLatentTile);
+  bf16 *const queries = stages + kLatentStage; // on their way into registers
+#pragma unroll 1
+  for (int i = threadIdx.x; i < 16 * (kLatentRow / 8); i += kLatentThreads) {
+    const int m = i / (kLatentRow / 8), c = i % (kLatentRow / 8) * 8, r = m / kHeadBlock, h = m % kHeadBlock;
+    const size_t from = static_cast<size_t>(line + (r < rows ? r : 0)) * p.heads + head0 + h;
+    copy_async(queries + m * kLatentPitch + c, p.q + from * kLatentRow + c, r < rows);
+  }
+  commit_copies();
+  wait_copies<0>();
+  __syncthreads();
+  constexpr int kSteps = kLatentRow / kScoreParts / 16; // of 16 columns, of a warp's part
+  const int position = warp % 2 * 16, part = warp / 2;  // of the scores that this warp computes
+  uint32_t q[kSteps][4];
 #pragma unroll
   for (int k = 0; k < kSteps; k++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) q[k][i] = (i & 1) < rows ? load_pair(queries + (i & 1) * row_words + k * 16 + (i >> 1) * 8) : 0;
-  fetch(turn, 0, committed(turn), kLatentTile);
-  commit_copies();
+    load_matrices(q[k], queries + ((lane >> 3 & 1) * 8 + (lane & 7)) * kLatentPitch + (part * kSteps + k) * 16 + (lane >> 4) * 8);
+  __syncthreads();
   float4 out[8];
 #pragma unroll
   for (int n = 0; n < 8; n++) out[n] = make_float4(0.f, 0.f, 0.f, 0.f);
