@@ -105,10 +105,15 @@ __global__ void __launch_bounds__(kThreads, 1) route(Router p) {
   if (!chooses(p, last)) return;
   RowScores &scores = *reinterpret_cast<RowScores *>(route_memory); // the rows are read
 #pragma unroll 1
-  for (int r = kWarps - 1 - warp; r < live; r += kWarps)
+  for (int real = gridDim.y > 1; real < 2; real++) { // rehearsed while the others' scores are on their way
+    if (real) {
+      await_scores<kThreads>(p, scores, correction, live, tag);
+      __syncthreads();
+      if (threadIdx.x == 0) p.launches[blockIdx.y] = tag + 1; // all blocks have read it: their scores are here
+    }
 #pragma unroll 1
-    for (int real = gridDim.y > 1; real < 2; real++) // rehearsed while the others' scores are on their way
-      choose_row(p, scores, correction, r, tag, !real);
+    for (int r = kWarps - 1 - warp; r < live; r += kWarps) choose_row(p, scores, correction, r, !real);
+  }
 }
 
 inline dim3 route_grid(const Router &p, int blocks) {

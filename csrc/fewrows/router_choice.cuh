@@ -28,18 +28,19 @@ struct Router {
   int rows, columns, width, experts, choices, score, renormalise, groups, top_groups, group_best;
 };
 
-// Where a group's rows are chosen, in shared memory.
+// What a group's rows score, in shared memory. Code is short where it can be: it is cold where it runs.
 struct RowScores {
   float of[kRows][kRouted];
+  uint32_t key[kRows][kRouted];      // that sort like what the choice goes by; 0: no expert
   int chosen[kRows][kRouterChoices]; // experts, best first
 };
 
-// One row's experts in a warp, a lane's kMany of them in pairs of neighbours. Loops are short code: it is cold where it runs.
+// One row's experts in a warp: lane l holds l, l + 32, …
 template <int kMany>
 struct Candidates {
-  Keys<kMany> key; // sort like what the choice goes by; 0: no expert
+  Keys<kMany> key;
 
-  static __device__ __forceinline__ int expert(int j) { return j / 2 * 64 + 2 * (static_cast<int>(threadIdx.x) & 31) + (j & 1); }
+  static __device__ __forceinline__ int expert(int j) { return j * 32 + (static_cast<int>(threadIdx.x) & 31); }
   static __device__ __forceinline__ bool in_group(int e, int g, int size) { return e >= g * size && e < (g + 1) * size; }
 
   // Takes the best one out, lower ids first among equals; its key is left in `found`. 0: nothing was left.
@@ -114,54 +115,52 @@ struct Candidates {
   }
 };
 
-// A lane's scores of a row, which are waited for. from: the row's packets.
-template <int kMany>
-__device__ __forceinline__ void await_scores(const Router &p, const uint64_t *from, unsigned tag, float (&value)[kMany]) {
-  bool here;
-  do {
-    here = true;
-#pragma unroll
-    for (int j = 0; j < kMany; j += 2) {
-      const int e = Candidates<kMany>::expert(j);
-      const Packets v = load_packets(from + e); // without a branch: all are under way before the first one is looked at
-      here &= (e >= p.experts || carries(v.a, tag)) & (e + 1 >= p.experts || carries(v.b, tag));
-      value[j] = value_of(v.a), value[j + 1] = value_of(v.b);
-    }
-  } while (!__all_sync(kAll, here));
+// Fills the scores of `live` rows as they come; correction: in shared memory. A thread's next two are on their way meanwhile.
+template <int kThreads>
+__device__ __forceinline__ void await_scores(const Router &p, RowScores &s, const float *correction, int live, unsigned tag) {
+  constexpr int kPairs = kRouted / 2;
+  const uint64_t *const from = p.packets + static_cast<size_t>(blockIdx.y) * kRows * kRouted;
+  Packets v = load_packets(from + 2 * threadIdx.x); // not read further than the group's rows reach
+#pragma unroll 1
+  for (int i = threadIdx.x; i < live * kPairs; i += kThreads) {
+    const Packets next = load_packets(from + 2 * min(i + kThreads, kRows * kPairs - 1));
+    const int row = i / kPairs, e = 2 * (i % kPairs);
+    const bool first = e < p.experts, second = e + 1 < p.experts;
+#pragma unroll 1
+    while ((first && !carries(v.a, tag)) || (second && !carries(v.b, tag))) v = load_packets(from + 2 * i);
+    const float a = first ? value_of(v.a) : 0.f, b = second ? value_of(v.b) : 0.f;
+    const uint32_t above = sortable(a + correction[e]), below = sortable(b + correction[e + 1]);
+    *reinterpret_cast<float2 *>(&s.of[row][e]) = make_float2(a, b);
+    *reinterpret_cast<uint2 *>(&s.key[row][e]) = make_uint2(first ? above : 0, second ? below : 0);
+    v = next;
+  }
 }
 
-// Ids and weights of row `row` of the group, by one warp, 32 * kMany experts at most. correction: in shared memory. rehearsed:
-// nothing is waited for and nothing written, but the code has been fetched.
+// Ids and weights of row `row` of the group, by one warp, from its scores, 32 * kMany experts at most. rehearsed: of nothing, and
+// nothing is written, but the code has been fetched.
 template <int kMany>
-__device__ __forceinline__ void choose_row(const Router &p, RowScores &s, const float *correction, int row, unsigned tag, bool rehearsed) {
+__device__ __forceinline__ void choose_row(const Router &p, RowScores &s, const float *correction, int row, bool rehearsed) {
   using All = Candidates<kMany>;
   const int lane = threadIdx.x & 31;
   const size_t at = static_cast<size_t>(blockIdx.y) * kRows + row;
-  float *const score = s.of[row], value[kMany];
-#pragma unroll
-  for (int j = 0; j < kMany; j++) value[j] = static_cast<float>(All::expert(j));
-  if (!rehearsed) await_scores<kMany>(p, p.packets + at * kRouted, tag, value);
-  if (p.score == kSoftmax) {
+  float *const score = s.of[row];
+  if (p.score == kSoftmax && !rehearsed) {
     float top = -INFINITY, sum = 0.f;
-#pragma unroll
-    for (int j = 0; j < kMany; j++)
-      if (All::expert(j) < p.experts) top = fmaxf(top, value[j]);
+#pragma unroll 1
+    for (int e = lane; e < p.experts; e += 32) top = fmaxf(top, score[e]);
     top = warp_max(top);
-#pragma unroll
-    for (int j = 0; j < kMany; j++)
-      if (All::expert(j) < p.experts) sum += value[j] = __expf(value[j] - top);
+#pragma unroll 1
+    for (int e = lane; e < p.experts; e += 32) sum += score[e] = __expf(score[e] - top);
     const float share = __fdividef(1.f, warp_sum(sum));
-#pragma unroll
-    for (int j = 0; j < kMany; j++) value[j] *= share;
+#pragma unroll 1
+    for (int e = lane; e < p.experts; e += 32) {
+      score[e] *= share;
+      s.key[row][e] = sortable(score[e] + correction[e]);
+    }
   }
   All all;
 #pragma unroll
-  for (int j = 0; j < kMany; j++) {
-    const int e = All::expert(j);
-    score[e] = value[j];
-    const uint32_t key = sortable(value[j] + correction[e]);
-    all.key.of[j] = e < p.experts ? key : 0;
-  }
+  for (int j = 0; j < kMany; j++) all.key.of[j] = rehearsed ? All::expert(j) + 1 : s.key[row][All::expert(j)];
   if (p.groups > 1) all.keep_groups(p.experts / p.groups, p.groups, p.top_groups, p.group_best);
   all.choose(p.choices, s.chosen[row]);
   const bool real = lane < p.choices;
@@ -172,21 +171,20 @@ __device__ __forceinline__ void choose_row(const Router &p, RowScores &s, const 
     own = __fdividef(raised, warp_sum(raised));
   }
   if (p.renormalise) own = __fdividef(own, warp_sum(own) + 1e-20f);
-  if (!rehearsed && lane == 0 && row == 0) p.launches[blockIdx.y] = tag + 1; // all blocks have read it: their scores are here
   if (!real || rehearsed) return;
   p.ids[at * p.choices + lane] = id;
   p.weights[at * p.choices + lane] = own * p.scale;
 }
 
-__device__ __forceinline__ void choose_row(const Router &p, RowScores &s, const float *correction, int row, unsigned tag, bool rehearsed) {
+__device__ __forceinline__ void choose_row(const Router &p, RowScores &s, const float *correction, int row, bool rehearsed) {
   if (p.experts <= 128)
-    choose_row<4>(p, s, correction, row, tag, rehearsed);
+    choose_row<4>(p, s, correction, row, rehearsed);
   else if (p.experts <= 256)
-    choose_row<8>(p, s, correction, row, tag, rehearsed);
+    choose_row<8>(p, s, correction, row, rehearsed);
   else if (p.experts <= 384)
-    choose_row<12>(p, s, correction, row, tag, rehearsed);
+    choose_row<12>(p, s, correction, row, rehearsed);
   else
-    choose_row<kRouted / 32>(p, s, correction, row, tag, rehearsed);
+    choose_row<kRouted / 32>(p, s, correction, row, rehearsed);
 }
 
 } // namespace eagle3

@@ -6,7 +6,8 @@
 
 namespace eagle3 {
 
-// A group's rows in shared memory, [rows][kPitch] chunks of 8 columns. kThreads / 32 warps, each a slice of kPieces pieces.
+// A group's rows in shared memory, [rows][kPitch] chunks of 8 columns, the middle two pairs of each exchanged. kThreads / 32 warps,
+// each a slice of kPieces pieces.
 template <int kThreads, int kPieces>
 struct StagedRows {
   static constexpr int kWarps = kThreads / 32, kChunks = kThreads * kPieces / 8, kOwn = (kChunks + kThreads - 1) / kThreads;
@@ -47,7 +48,9 @@ struct StagedRows {
 #pragma unroll
         for (int k = 0; k < kOwn; k++) {
           const int c = threadIdx.x + k * kThreads;
-          if (half + r < live && c < kChunks) rows[(half + r) * kPitch + c] = gained(v[r][k], gain[k], sum[half + r]);
+          if (half + r >= live || c >= kChunks) continue;
+          const uint4 own = gained(v[r][k], gain[k], sum[half + r]);
+          rows[(half + r) * kPitch + c] = make_uint4(own.x, own.z, own.y, own.w);
         }
     }
     const int lane = threadIdx.x & 31;
@@ -71,6 +74,14 @@ struct StagedRows {
   static size_t bytes(int rows) { return static_cast<size_t>(rows < kRows ? rows : kRows) * kPitch * sizeof(uint4); }
 };
 
+// Without a branch, between which nothing is moved; whatever lies there where it is not live.
+__device__ __forceinline__ void load_next_if(uint4 &r, const void *p, bool live) {
+  asm volatile("{.reg .pred live;\nsetp.ne.b32 live, %5, 0;\n@live ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];}"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "l"(p), "r"(static_cast<int>(live))
+               : "memory");
+}
+
 // Eight weight rows, one a lane group g: a warp's slice of kPieces pieces, or the first half of it and then the other.
 template <int kPieces>
 struct HalfTile {
@@ -78,28 +89,30 @@ struct HalfTile {
   uint4 w[kDepth];
   const bf16 *from = nullptr; // the lane's columns of its row; null: there is no such row
 
-  __device__ __forceinline__ void fetch(int place, int piece) {
-    w[place] = from ? load_weights(from + piece * kPiece) : make_uint4(0, 0, 0, 0);
-  }
   __device__ __forceinline__ void begin(const bf16 *row) {
     from = row;
 #pragma unroll
-    for (int i = 0; i < kDepth; i++) fetch(i, i);
+    for (int i = 0; i < kDepth; i++) w[i] = from ? load_weights(from + i * kPiece) : make_uint4(0, 0, 0, 0);
   }
   // Products with a group's rows, of columns 2t and 2t + 1 of the group: two chains, each in ascending columns. more: another
-  // tile follows, whose row is `next`.
+  // tile follows, whose row is `next`. Sixteen bytes are an mma's A as they were loaded, for two products, of each of which one half
+  // counts.
   __device__ __forceinline__ float2 multiply(const uint4 *b, bool more, const bf16 *next) {
+    return more ? multiply<true>(b, next) : multiply<false>(b, nullptr);
+  }
+  template <bool kMore>
+  __device__ __forceinline__ float2 multiply(const uint4 *b, const bf16 *next) {
     float4 c = make_float4(0.f, 0.f, 0.f, 0.f), odd = c;
 #pragma unroll
     for (int piece = 0; piece < kPieces; piece++) {
       const uint4 y = b[piece * 4], own = w[piece % kDepth];
-      mma(c, own.x, 0u, own.y, 0u, y.x, y.y);
-      mma(odd, own.z, 0u, own.w, 0u, y.z, y.w);
+      mma(c, own.x, own.y, own.z, own.w, y.x, y.y);
+      mma(odd, own.x, own.y, own.z, own.w, y.z, y.w);
       const int ahead = piece + kDepth;
       if (ahead == kPieces) from = next;
-      if (ahead < kPieces || more) fetch(piece % kDepth, ahead % kPieces);
+      if (kMore || ahead < kPieces) load_next_if(w[piece % kDepth], from + ahead % kPieces * kPiece, from);
     }
-    return make_float2(c.x + odd.x, c.y + odd.y);
+    return make_float2(c.x + odd.z, c.y + odd.w);
   }
 };
 
