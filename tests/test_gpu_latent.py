@@ -15,7 +15,7 @@ from twin_cases import Make
 import kernels
 from engine import Engine, Sampling, Shape
 from engine.shape import PLAIN
-from kernels import native
+from kernels import native, native_latent
 
 pytestmark = pytest.mark.gpu
 SIZES = dict(max_context=1024, max_batch=4, page_size=16, prefill_chunk=128)
@@ -117,6 +117,25 @@ def test_twins_at_real_sizes(name):
     for case, arguments in mla_attention(torch.bfloat16, "cuda", ATTENTION):
         if name != "prefill" or case.startswith("causal"):
             compare(table, "mla_attention", case, arguments, torch.bfloat16)
+
+
+def test_heads_in_one_launch_are_those_of_two_and_the_same_among_any(monkeypatch):
+    """Kills outputs that another block of the cluster makes, lanes turned by a neighbour's angle, sums that follow the
+    number of rows."""
+    make = native.table(kernels.FUSED, torch.device("cuda")).mla_qkv
+    ((_, arguments),) = mla_qkv(torch.bfloat16, "cuda", [(1, 17, 7168, 8, 128, 64, 512, 1536, 16, True)])
+    x, *rest, positions, index, pages, page, plane = arguments
+
+    def run(n):
+        own = plane.clone()
+        return make(x[:n].contiguous(), *rest, positions[:, :n], index[:, :n], pages, page, own), own
+
+    one = [run(n) for n in (17, 9, 8, 4, 1)]
+    monkeypatch.setattr(native_latent, "QUERIES", -1)
+    two, cache = run(17)
+    assert torch.equal(one[0][0], two) and torch.equal(one[0][1].view(torch.int16), cache.view(torch.int16))
+    for q, _ in one:
+        assert torch.equal(q, two[: len(q)])
 
 
 @pytest.mark.parametrize("prefix", [60, 126, 190])
