@@ -1,11 +1,13 @@
 // A GQA layer's attention over few rows, after the projection: head norms, RoPE, cache write, attention under the one law
 // (kernels/attention.py), merge.
 //
-// Positions come in tiles of 64, counted from 0. Runs of 16 tiles are dealt to 3 clusters in turn, the tiles of a run to the 8
-// ranks of its cluster, the 16 positions from 16 w of a tile to warp w. A warp folds its positions in ascending order; the
-// partials of warps, then of ranks, then of clusters are merged in ascending order. All of that follows from a query's own
-// position, so neither the rows beside it nor the shape of its tree nor the size of the launch change a bit: whoever has no
-// position of a query adds nothing to it, and may as well be missing.
+// Positions come in tiles of 64, counted from 0. Runs of 16 tiles are dealt to 3 clusters in turn, the pairs of tiles (2 r,
+// 2 r + 1) of a run to the 8 ranks r of its cluster: the even tile to warps 0 to 3 of 8, the odd one to warps 4 to 7, 16
+// positions a warp. A warp folds its positions in ascending order; the partials of warps, then of ranks, then of clusters are
+// merged in ascending order. All of that follows from a query's own position, so neither the rows beside it nor the shape of its
+// tree nor the size of the launch change a bit: whoever has no position of a query adds nothing to it, and may as well be missing.
+// The four warps of a side (even or odd) fetch their own tiles and wait for one another alone; nodes are kept by all, and only
+// who folds a tile that nodes are in waits for them.
 // A position below the prefix is that row of the cache. One past it is the node of the query's own path at that depth: a row
 // of this pass where one has that index, else a row that an earlier pass over the same tree left in the cache.
 #pragma once
@@ -25,17 +27,15 @@ constexpr int kParts = 2; // groups of kVectors that a block of a long context m
 // Whether tables of that many positions are one cluster's: of their tiles and of one that unwritten rows may reach.
 inline bool short_table(int positions) { return positions + kTile <= kRun * kTile; }
 
-// The first tile of a cluster and rank that is not older than tile `oldest`, and the one after tile s. kOne: short tables, whose
-// tiles are one run.
+// From a tile to the next one of the same cluster, rank and side. kOne: short tables, whose tiles are one run.
 template <bool kOne>
-__device__ __forceinline__ int next_tile(int s) {
-  return s + (!kOne && s & kRanks ? (kClusters - 1) * kRun + kRanks : kRanks);
-}
+constexpr int kNext = kOne ? kRun : kRun * kClusters;
+
+// The first tile of a cluster, rank and side that is not older than tile `oldest`.
 template <bool kOne>
-__device__ __forceinline__ int first_tile(int cluster, int rank, int oldest) {
-  int s = (kOne ? 0 : oldest / (kRun * kClusters) * (kRun * kClusters) + cluster * kRun) + rank;
-  while (s < oldest) s = next_tile<kOne>(s);
-  return s;
+__device__ __forceinline__ int first_tile(int cluster, int rank, int side, int oldest) {
+  const int s = (kOne ? 0 : oldest / kNext<kOne> * kNext<kOne> + cluster * kRun) + 2 * rank + side;
+  return s < oldest ? s + kNext<kOne> : s;
 }
 
 // Clusters that have a tile between tile `oldest` and position `end`, a bit each.
@@ -89,33 +89,38 @@ __device__ __forceinline__ void merge_clusters(const Attention &p, const Columns
     *reinterpret_cast<uint32_t *>(to + j) = pack(all.v[j] * by + 0.f, all.v[j + 1] * by + 0.f);
 }
 
-// Where a block's partials lie in shared memory: over the stages, when they have been read, and the inbox behind them. Blocks of
-// short contexts have their inbox behind the stages too: there others may send before this block has read its last tile.
-template <int kWidth, int kStages, int kMost>
+// Where things lie in shared memory: stages, one or two a side, in long tables one of nodes behind them; partials over them, when
+// they have been read, and the inbox behind those. In short tables others may send before this block has read its tiles: there
+// the inbox lies behind the stages too, and the partials of a side lie where its own tile did. Queries lie behind everything.
+template <int kWidth, int kMost>
 struct Stages {
-  static constexpr int kVectorsHeld = kMost * kVectors, kStage = 2 * kTile * kWidth; // elements of a stage
+  static constexpr int kDepth = kMost == 1 ? 1 : 2, kVectorsHeld = kMost * kVectors, kStage = 2 * kTile * kWidth; // elements of a stage
+  static constexpr int kAll = 2 * kDepth + (kMost > 1);
   static constexpr int kResult = kMost * kWarps * kVectors * kWidth, kStats = 2 * kMost * kWarps * kVectors; // floats
-  static constexpr int kInbox = kMost == 1 ? kStages * kStage / 2 : kResult + kStats;
-  static constexpr size_t kBytes = (static_cast<size_t>(kStages) * kStage + (kMost == 1 ? kVectorsHeld * (kWidth + 2) * 2 : 0)) * sizeof(bf16);
-  static_assert((kInbox + kVectorsHeld * (kWidth + 2)) * sizeof(float) <= kBytes && kResult + kStats <= kStages * kStage / 2, "all fits");
+  static constexpr int kInbox = kResult + kStats, kEnd = kInbox + kVectorsHeld * (kWidth + 2);
+  static constexpr size_t kOfStages = kAll * kStage * sizeof(bf16), kQueries = kMost == 1 ? kEnd * sizeof(float) : kOfStages; // bytes
+  static constexpr size_t kBytes = kQueries + 2 * kMost * kVectors * kWidth * sizeof(bf16); // queries of each side
+  static_assert(kEnd * sizeof(float) <= kQueries && (kMost > 1 || kResult * sizeof(float) == kOfStages) && kQueries % 16 == 0, "all fits");
 };
 
 // Cluster x / 8: group of heads; y: tile of rows; z: sequence and, where there are several, a cluster of tiles. kShare heads a
-// group; kHalf: see turn; kStages tiles of positions in flight, one less where nodes need room. Warps 4 i … 4 i + 3 hold part i.
-template <int kWidth, int kShare, int kHalf, int kStages, int kMost>
-__global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
+// group; kHalf: see turn. Warps 8 i … 8 i + 7 hold part i.
+template <int kWidth, int kShare, int kHalf, int kMost>
+__global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attention p) {
   constexpr int kBlock = kVectors / kShare, kMany = kWidth / 32, kChunks = kWidth / 8; // kBlock: rows of a part
   constexpr bool kOne = kMost == 1;
-  using P = Stages<kWidth, kStages, kMost>;
+  using P = Stages<kWidth, kMost>;
+  constexpr int kDepth = P::kDepth, kSide = kSlices * 32; // tiles of a side in flight; its threads in a part
   using Sum = Columns<kWidth>;
-  extern __shared__ uint4 attention_memory[]; // [kStages] of kTile keys, then kTile values
+  extern __shared__ uint4 attention_memory[]; // stages of kTile keys, then kTile values
   __shared__ Nodes<kMost * kBlock> nodes;
-  __shared__ int slots[kStages * kTile]; // of the rows below the prefix of tiles that are to be fetched; -1: there is none
+  __shared__ int slots_of[2 * kDepth * kTile]; // of the rows below the prefix of tiles that are to be fetched; -1: there is none
   __shared__ uint64_t inbox;
   bf16 *const memory = reinterpret_cast<bf16 *>(attention_memory);
   float *const result = reinterpret_cast<float *>(attention_memory), *const top_of = result + P::kResult, *const norm_of = top_of + P::kStats / 2;
   const int threads = kOne ? kWarps * 32 : blockDim.x, parts = threads / (kWarps * 32);
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, part = warp / kWarps, slice = warp % kWarps;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, part = warp / kWarps, side = warp / kSlices & 1, slice = warp % kSlices;
+  const int mates = parts * kSide, mate = part * kSide + threadIdx.x % kSide; // threads of this side, and which of them this one is
   const int rank = cluster_rank(), group = blockIdx.x / kRanks, batch = kOne ? gridDim.z : gridDim.z / kClusters;
   const int own = kOne ? 0 : blockIdx.z / batch, b = blockIdx.z - own * batch; // own: cluster of tiles
   const int first_row = blockIdx.y * parts * kBlock, rows = min(parts * kBlock, p.t - first_row), vectors = rows * kShare;
@@ -123,29 +128,24 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
   const int prefix = static_cast<int>(load_long(p.prefix + b));
   const int *const pages = p.pages + static_cast<int64_t>(b) * p.table;
   const auto asked = nodes.ask(p, line0, first_row, rows);
-  // of a row of a tile: its page and its place there; slots are below 2^31, as no GPU's memory holds more
-  auto look = [&](int row, int &page, int &rest) {
+  int page, rest; // of a row of a tile to come: its page and its place there
+  auto look = [&](int row) { // slots are below 2^31, as no GPU's memory holds more
     const unsigned column = static_cast<unsigned>(row) / static_cast<unsigned>(p.page);
     page = column < static_cast<unsigned>(p.columns) ? pages[column] : 0;
     rest = row - static_cast<int>(column) * p.page;
   };
-  auto row_at = [&](int s, int i) { // row i of tile s and of those after it
-    for (int n = i / kTile; n; n--) s = next_tile<kOne>(s);
-    return s * kTile + i % kTile;
-  };
-  constexpr int kLooks = (kStages * kTile + kWarps * 32 - 1) / (kWarps * 32);
-  int looked[kLooks][2]; // before the prefix is known: most often no window moves the first tile
-  const int begin = first_tile<kOne>(own, rank, 0);
-#pragma unroll
-  for (int j = 0; j < kLooks; j++) look(row_at(begin, threadIdx.x + j * threads), looked[j][0], looked[j][1]);
+  int *const slots = slots_of + side * kDepth * kTile;
+  auto row_from = [&](int s) { return (s + mate / kTile * kNext<kOne>) * kTile + mate % kTile; }; // of tile s and those after it
+  const int begin = first_tile<kOne>(own, rank, side, 0);
+  look(row_from(begin)); // before the prefix is known: most often no window moves the first tile
   // no row of the block sees an older tile
   const int oldest = p.window ? max(0, prefix + (p.tree ? 0 : first_row) - p.window + 1) / kTile : 0;
   if (!(clusters_with<kOne>(oldest, prefix + kTile) >> own & 1)) return; // whatever the tree, no tile is this cluster's
-  const int start = first_tile<kOne>(own, rank, oldest), border = prefix / kTile; // the tile that the prefix ends in, and the first node's
-  auto mine = [&](int s) { return (kOne || s / kRun % kClusters == own) && s % kRanks == rank; };
-  const int tail = border + !mine(border); // the only one of this rank that nodes may be in, if it is this rank's
+  const int start = first_tile<kOne>(own, rank, side, oldest), border = prefix / kTile; // the tile that the prefix ends in, and the first node's
+  auto mine = [&](int s) { return (kOne || s / kRun % kClusters == own) && s % kRun / 2 == rank; };
+  const int tail = border + !mine(border); // the first of this rank that nodes may be in, if it is this rank's
   // a thread copies its 16 bytes of every `step` rows (a multiple of 8: their places differ by rows alone)
-  const int copied = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks * 8, step = threads / kChunks;
+  const int copied = mate / kChunks, chunk = mate % kChunks * 8, step = mates / kChunks;
   const char *own_keys = reinterpret_cast<const char *>(p.keys + group * kWidth + chunk);
   const char *own_values = reinterpret_cast<const char *>(p.values + group * kWidth + chunk);
   int key_to = key_at<kWidth>(copied, chunk), value_to = value_at<kWidth>(copied + kTile, chunk);
@@ -156,8 +156,9 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
     copy_async(memory + key_to + row * kWidth, own_keys + from, true);
     copy_async(memory + value_to + row * kWidth, own_values + from, true);
   };
-  auto fetch = [&](const int *from, int place) {
+  auto fetch = [&](int turn) { // of this side's turns of stages
     constexpr int kBatch = kMost > 1 && kWidth == 64 ? 2 : 4; // which divides the rows of a thread
+    const int *const from = slots + (kOne ? 0 : turn * kTile);
 #pragma unroll 1
     for (int first = 0; first < kTile; first += kBatch * step) {
       int slot[kBatch];
@@ -165,103 +166,103 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
       for (int i = 0; i < kBatch; i++) slot[i] = from[copied + first + i * step];
 #pragma unroll
       for (int i = 0; i < kBatch; i++)
-        if (slot[i] >= 0) copy(place * 2 * kTile + first + i * step, slot[i]);
+        if (slot[i] >= 0) copy((side * kDepth + turn) * 2 * kTile + first + i * step, slot[i]);
     }
     commit_copies();
   };
-  int ahead = start; // the tile that is fetched next
-#pragma unroll
-  for (int j = 0; j < kLooks; j++) {
-    const int i = threadIdx.x + j * threads, row = row_at(start, i);
-    if (start != begin) look(row, looked[j][0], looked[j][1]);
-    if (i < kStages * kTile) slots[i] = row < prefix ? looked[j][0] * p.page + looked[j][1] : -1;
-  }
+  if (start != begin) look(row_from(start));
+  if (mate < kDepth * kTile) slots[mate] = row_from(start) < prefix ? page * p.page + rest : -1;
   nodes.read(p, asked, line0, first_row, rows, prefix, pages);
-  // the nodes lie behind the prefix's rows in the stage of that tile, if it is one of the first and they fit, or in the last stage
-  int turns = 0;
-  for (int s = start; s < tail && turns < kStages; s = next_tile<kOne>(s)) turns++;
+  // Nodes have a stage of their own in long tables. In short ones they lie behind the prefix's rows in the stage of their tile, or
+  // else in that of the odd one after it, which has no such rows, or else in that of the even one before it, once it is folded.
   const int before = max(0, prefix - tail * kTile);
-  const bool beside = turns < kStages && before + nodes.count() <= kTile;
-  const int node0 = beside ? turns * 2 * kTile + before : (kStages - 1) * 2 * kTile; // row of the memory where their keys begin
-  const int held = kStages - (mine(tail) && !beside), end = nodes.end;
+  const bool beside = before + nodes.count() <= kTile;
+  const int node0 = kOne ? beside ? (tail & 1) * 2 * kTile + before : (~tail & 1) * 2 * kTile : 2 * kDepth * 2 * kTile; // row of their first key
+  const int end = nodes.end;
 #pragma unroll 1
-  for (int i = 0; i < held; i++, ahead = next_tile<kOne>(ahead)) fetch(slots + i * kTile, i);
+  for (int i = 0; i < kDepth; i++) fetch(i);
   const unsigned clusters = clusters_with<kOne>(oldest, end);
   if (!(clusters >> own & 1)) return; // nothing was copied
-  const bool live = first_tile<kOne>(own, lane % kRanks, oldest) * kTile < end; // whether a rank has a partial
+  auto has = [&](int rank, int side) { return first_tile<kOne>(own, rank, side, oldest) * kTile < end; };
+  const bool live = has(lane % kRanks, 0) || has(lane % kRanks, 1); // whether a rank has a partial
   const unsigned live_ranks = __ballot_sync(kAll, live) & ((1u << kRanks) - 1);
   // vector i is rank i mod 8's, who gets it from all that have a part of it
   if (threadIdx.x == 0) open_inbox(&inbox, (vectors + kRanks - 1 - rank) / kRanks * __popc(live_ranks) * (kWidth + 2) * 4);
   if (kOne) cluster_arrive();
   const int lanes = (p.heads + 2 * p.groups) * kWidth;
-  const bool folds = start * kTile < end;
+  const bool some = live_ranks >> rank & 1, folds = start * kTile < end; // whether this block has a tile, and this side
   // the first tile past the prefix is written by who folds it
-  const bool writes = blockIdx.y == 0 && mine(border), own_nodes = folds && mine(tail) && tail * kTile < end;
+  const bool writes = blockIdx.y == 0 && mine(border), own_nodes = some && mine(tail) && tail * kTile < end;
+  const bool late = kOne && own_nodes && !beside && (tail & 1); // then by the odd side, when the even one has folded its tile
+  const int nodes_tile = border + ((border ^ side) & 1); // the only one of this side that nodes may be in, if it is this rank's
+  const bool sees_nodes = own_nodes && mine(nodes_tile) && nodes_tile >= oldest && nodes_tile * kTile < end;
   // rows of the cache are older than the kernel before this one, which only projects
   const unsigned long long earlier = own_nodes ? nodes.wanted & ~nodes.present : 0;
-  if (earlier) {
+  auto fetch_earlier = [&] { // seldom: a step of a draft
 #pragma unroll 1
-    for (int i = threadIdx.x; i < kTile * kChunks; i += threads) { // seldom: a step of a draft
+    for (int i = late ? mate : threadIdx.x; i < kTile * kChunks; i += late ? mates : threads) {
       const int node = i / kChunks, slot = nodes.slot_of[node];
       if (!(earlier >> node & 1ull) || slot < 0) continue;
       copy_async(memory + key_at<kWidth>(node0 + node, chunk), own_keys + static_cast<uint64_t>(slot) * pitch, true);
       copy_async(memory + value_at<kWidth>(node0 + kTile + node, chunk), own_values + static_cast<uint64_t>(slot) * pitch, true);
     }
     commit_copies();
-  }
-  // a warp's 16 vectors
-  const int g = lane >> 2;
+  };
+  if (earlier && !late) fetch_earlier();
+  // 16 vectors: their rows, and of the half that this warp norms and turns for its side, if it does, all but the vectors
+  const int g = lane >> 2, halves = part * kBlock + 8 / kShare < rows ? 2 : 1;
+  uint4 *const queries = attention_memory + P::kQueries / sizeof(uint4) + (side * kMost + part) * 2 * Fold<kWidth>::kHalf;
   int row_of[2], upto[2], after[2];
-  Fold<kWidth> fold;
-  Angles<kHalf> angles[2];
-  uint4 gain[kMany];
-  const bf16 *from[2];
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     row_of[h] = part * kBlock + (g + 8 * h) / kShare;
     upto[h] = row_of[h] < rows ? nodes.last_of[row_of[h]] : -1;
     after[h] = p.window ? upto[h] - p.window : -1;
-    if (folds) angles[h].load(p.cos_sin + static_cast<int64_t>(nodes.position_of[first_row + min(row_of[h], rows - 1)]) * p.turned);
-    from[h] = p.projected + (line0 + first_row + row_of[h]) * lanes + (group * kShare + (g + 8 * h) % kShare) * kWidth + (lane & 3) * 8;
-    asm volatile("" : "+l"(from[h])); // an address before the wait
   }
+  const bool turns = folds && slice < halves;
+  const int turned = g + 8 * (slice & 1), turned_row = part * kBlock + turned / kShare;
+  const bf16 *from = p.projected + (line0 + first_row + turned_row) * lanes + (group * kShare + turned % kShare) * kWidth + (lane & 3) * 8;
+  asm volatile("" : "+l"(from)); // an address before the wait
+  Angles<kHalf> angles;
+  NodeTurn<kWidth> node_turn;
+  uint4 gain[kMany], q[kMany];
+  if (turns) angles.load(p.cos_sin + static_cast<int64_t>(nodes.position_of[first_row + min(turned_row, rows - 1)]) * p.turned);
+  if (own_nodes) node_turn.load(p, nodes);
 #pragma unroll
   for (int i = 0; i < kMany; i++) // ones where there are none
     gain[i] = p.q_gain ? load_weights(p.q_gain + i * 32 + (lane & 3) * 8) : make_uint4(0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u);
-  int page = 0, rest = 0; // of a row of the tile ahead
-  if (threadIdx.x < kTile) look(ahead * kTile + threadIdx.x, page, rest);
+  constexpr int kAhead = kDepth * kNext<kOne>; // from a tile to the one that is fetched when it has been folded
+  if (!kOne && mate < kTile) look((start + kAhead) * kTile + mate);
   wait_for_predecessor();
   launch_dependents();
 #pragma unroll
-  for (int h = 0; h < 2; h++)
+  for (int i = 0; i < kMany; i++) q[i] = turns && turned_row < rows ? load_rows(from + i * 32) : make_uint4(0, 0, 0, 0);
+  constexpr int kRead = 1, kKept = 2, kOwn = 3; // barriers: the even tile is read; nodes are kept; of a side
+  if (late && side) meet_at(kRead, threads);
+  if (own_nodes && (side || !late)) {
+    if (earlier && late) fetch_earlier();
+    keep_nodes<kWidth, kHalf>(p, nodes, node_turn, late ? threads / 2 : threads, memory, node0, line0, group, writes);
+    if (earlier) wait_copies<0>();
+    if (!sees_nodes) arrive_at(kKept, threads);
+  }
+  if (turns) {
+    turn<kWidth, kHalf>(q, gain, p.q_gain != nullptr, angles, p.eps);
 #pragma unroll
-    for (int i = 0; i < kMany; i++) fold.q[h][i] = folds && row_of[h] < rows ? load_rows(from[h] + i * 32) : make_uint4(0, 0, 0, 0);
-  if (own_nodes) keep_nodes<kWidth, kHalf>(p, nodes, memory, node0, line0, group, writes);
+    for (int i = 0; i < kMany; i++) queries[slice * Fold<kWidth>::kHalf + i * 32 + lane] = q[i];
+  }
+  Fold<kWidth> fold;
   if (folds) {
     fold.begin();
+    int stage = 0; // of this side's
 #pragma unroll 1
-    for (int left = part * kBlock + 8 / kShare < rows ? 2 : 1, halves = left; left; left--) { // one code for both: half 1 takes half 0's place
-      turn<kWidth, kHalf>(fold.q[0], gain, p.q_gain != nullptr, angles[0], p.eps);
-      if (halves == 1) break;
-      angles[0] = angles[1];
-#pragma unroll
-      for (int i = 0; i < kMany; i++) {
-        const uint4 v = fold.q[0][i];
-        fold.q[0][i] = fold.q[1][i], fold.q[1][i] = v;
-      }
-    }
-    int place = 0;
-#pragma unroll 1
-    for (int s = start; s * kTile < end; s = next_tile<kOne>(s)) {
-      if (earlier && s == start)
-        wait_copies<0>();
-      else if (held == kStages)
-        wait_copies<kStages - 1>();
+    for (int s = start; s * kTile < end; s += kNext<kOne>) {
+      wait_copies<kDepth - 1>();
+      if (s >= border)
+        meet_at(kKept, late ? threads / 2 : threads);
       else
-        wait_copies<kStages - 2>();
-      __syncthreads();
-      if (threadIdx.x < kTile) slots[threadIdx.x] = ahead * kTile + static_cast<int>(threadIdx.x) < prefix ? page * p.page + rest : -1;
-      const int first = s * kTile + slice * kSlice, row0 = place * 2 * kTile + slice * kSlice;
+        meet_at(kOwn + side, mates);
+      if (!kOne && mate < kTile) slots[stage * kTile + mate] = (s + kAhead) * kTile + mate < prefix ? page * p.page + rest : -1;
+      const int first = s * kTile + slice * kSlice, row0 = (side * kDepth + stage) * 2 * kTile + slice * kSlice;
       const bool gathered = first + kSlice > prefix; // then each row by itself: paths differ
       const int row_begin = part * kBlock, row_end = gathered ? min(rows, row_begin + kBlock) : row_begin + (row_begin < rows);
 #pragma unroll 1
@@ -273,7 +274,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
 #pragma unroll
         for (int h = 0; h < 2; h++) sees[h] = !gathered || row_of[h] == r ? upto[h] : -1;
         auto place_of = [&](int i) { return first + i < prefix ? row0 + i : node0 + path[min(first + i, last) - prefix]; };
-        fold.slice(memory, place_of, [&](int i) { return place_of(i) + kTile; }, first, after, sees, p.scale);
+        fold.slice(queries, memory, place_of, [&](int i) { return place_of(i) + kTile; }, first, after, sees, p.scale);
         bool lost = false; // a query that sees a broken node is lost, and only such a query
         if (gathered)
 #pragma unroll 1
@@ -284,15 +285,21 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
             if (row_of[h] == r) fold.norm[h] = NAN;
         }
       }
-      __syncthreads();
-      fetch(slots, place);
-      ahead = next_tile<kOne>(ahead);
-      if (threadIdx.x < kTile) look(ahead * kTile + threadIdx.x, page, rest); // there by the next tile's end
-      place = place + 1 == held ? 0 : place + 1;
+      if (kOne) break;
+      meet_at(kOwn + side, mates);
+      fetch(stage);
+      if (mate < kTile) look((s + kAhead + kNext<kOne>) * kTile + mate); // there by the next tile's end
+      stage ^= 1;
     }
-    wait_copies<0>();
-    __syncthreads();
-    fold.store(result + warp * kVectors * kWidth, top_of + warp * kVectors, norm_of + warp * kVectors);
+  }
+  if (late && !side) arrive_at(kRead, threads);
+  if (some) {
+    if (!kOne || own_nodes) { // what one side stores, the other may still read
+      wait_copies<0>();
+      __syncthreads();
+    } else if (folds)
+      meet_at(kOwn + side, mates);
+    if (folds) fold.store(result + warp * kVectors * kWidth, top_of + warp * kVectors, norm_of + warp * kVectors, halves);
     __syncthreads();
   }
   if (!kOne) cluster_arrive(); // others may send
@@ -300,12 +307,15 @@ __global__ void __launch_bounds__(kMost *kWarps * 32) attend(Attention p) {
   // the block's partials, a warp a vector at a time
   const int column = lane * kMany;
   float *const sent = result + P::kInbox, *const sent_stats = sent + P::kVectorsHeld * kWidth; // [vectors / 8, kRanks], kWidth and 2 of each
-  if (folds) {
+  if (some) {
+    const unsigned side_warps = (1u << kSlices) - 1, live_warps = (has(rank, 0) ? side_warps : 0) | (has(rank, 1) ? side_warps << kSlices : 0);
+    const bool adds = live_warps >> lane % kWarps & 1;
 #pragma unroll 1
     for (int v = warp; v < vectors; v += parts * kWarps) {
       const int at = v / kVectors * kWarps * kVectors + v % kVectors; // of its part's first warp
-      float of_all[2] = {top_of[at + lane % kWarps * kVectors], norm_of[at + lane % kWarps * kVectors]};
-      const Sum y = merge_partials<kWidth, kWarps>(of_all[0], of_all[1], (1u << kWarps) - 1, -INFINITY, [&](int w) {
+      float of_all[2] = {-INFINITY, 0.f};
+      if (adds) of_all[0] = top_of[at + lane % kWarps * kVectors], of_all[1] = norm_of[at + lane % kWarps * kVectors];
+      const Sum y = merge_partials<kWidth, kWarps>(of_all[0], of_all[1], live_warps, -INFINITY, [&](int w) {
         return *reinterpret_cast<const Sum *>(result + sum_at<kWidth>(at + w * kVectors, column & ~7) + (column & 7));
       });
       if (!waited) cluster_wait(), waited = true;
@@ -332,11 +342,10 @@ inline cudaError_t launch_attend(const Attention &p, int batch, cudaStream_t str
     return dim3(kRanks * p.groups, (p.t + rows - 1) / rows, batch * clusters);
   };
   if (short_table(p.columns * p.page)) // less shared memory: more fits beside it
-    return launch(attend<kWidth, kShare, kHalf, 2, 1>, grid(1, 1), kWarps * 32, Stages<kWidth, 2, 1>::kBytes, stream, kRanks, p);
+    return launch(attend<kWidth, kShare, kHalf, 1>, grid(1, 1), kWarps * 32, Stages<kWidth, 1>::kBytes, stream, kRanks, p);
   if (!p.sums) return cudaErrorInvalidValue;
   const int parts = p.t * kShare > kVectors ? kParts : 1;
-  const size_t shared = Stages<kWidth, 3, kParts>::kBytes;
-  return launch(attend<kWidth, kShare, kHalf, 3, kParts>, grid(kClusters, parts), parts * kWarps * 32, shared, stream, kRanks, p);
+  return launch(attend<kWidth, kShare, kHalf, kParts>, grid(kClusters, parts), parts * kWarps * 32, Stages<kWidth, kParts>::kBytes, stream, kRanks, p);
 }
 
 template <int kWidth, int kHalf>

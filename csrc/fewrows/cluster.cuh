@@ -1,4 +1,4 @@
-// What blocks of a cluster tell each other: a barrier that orders nothing, and an inbox into which others send what they have.
+// What warps of a block and blocks of a cluster tell each other: barriers, that of a cluster orders nothing, and an inbox into which others send what they have.
 //
 // cooperative_groups' barrier makes every thread wait until all it has stored anywhere is done (MEMBAR.ALL.GPU); here what is
 // sent counts itself into the receiver's barrier, and nobody reads another block's memory.
@@ -13,6 +13,10 @@ __device__ __forceinline__ int cluster_rank() {
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return static_cast<int>(rank);
 }
+
+// A barrier of `threads` threads of a block, by its number: whoever arrives goes on, whoever meets waits for all.
+__device__ __forceinline__ void arrive_at(int number, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
+__device__ __forceinline__ void meet_at(int number, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
 
 // Every thread of the cluster does both, each once; what comes after the wait comes after all blocks have got to the first.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }

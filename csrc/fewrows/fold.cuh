@@ -95,11 +95,12 @@ __device__ __forceinline__ void turn(uint4 (&q)[kWidth / 32], const uint4 (&gain
     for (int j = 0; j < 4; j++) word(q[i], j) = scaled(i, j);
 }
 
-// A warp's 16 query vectors (rows of the pass times heads of the group) and what its positions gave them. Lane (g, t) =
-// (lane / 4, lane % 4) holds columns i * 32 + t * 8 … of vectors g and g + 8.
+// What a warp's positions gave 16 query vectors (rows of the pass times heads of the group). Lane (g, t) = (lane / 4, lane % 4) is
+// concerned with columns i * 32 + t * 8 … of vectors g and g + 8. The vectors themselves lie in shared memory, as the lanes need
+// them: with the sums beside them in registers there would be no room for keys.
 template <int kWidth>
 struct Fold {
-  uint4 q[2][kWidth / 32];
+  static constexpr int kHalf = kWidth / 32 * 32; // pieces of vectors 0 to 7, and of 8 to 15
   float4 out[kWidth / 8];
   float top[2], norm[2];
 
@@ -110,32 +111,32 @@ struct Fold {
     norm[0] = norm[1] = 0.f;
   }
 
-  // The warp's 16 positions of a tile, from `first`: key(i), value(i) are the rows of `memory` where position first + i lies.
+  // The warp's 16 positions of a tile, from `first`: key(i), value(i) are the rows of `memory` where position first + i lies. Piece
+  // i of a lane's vectors is queries[i * 32 + lane], of the second half kHalf further.
   // Half h of the vectors (g and g + 8) sees positions in (after[h], upto[h]].
   template <class Key, class Value>
-  __device__ __forceinline__ void slice(const bf16 *memory, Key key, Value value, int first, const int (&after)[2], const int (&upto)[2],
-                                        float scale) {
+  __device__ __forceinline__ void slice(const uint4 *queries, const bf16 *memory, Key key, Value value, int first, const int (&after)[2],
+                                        const int (&upto)[2], float scale) {
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     float4 s[2], even[2] = {}, odd[2] = {};
     float most[2] = {-INFINITY, -INFINITY};
-    uint4 k[2][kWidth / 32];
-    uint32_t r[kWidth / 16][4]; // values are on their way while scores are made
+    int from[2];
 #pragma unroll
-    for (int n = 0; n < 2; n++) {
-      const int from = key_at<kWidth>(key(n * 8 + g), t * 8);
-#pragma unroll
-      for (int i = 0; i < kWidth / 32; i++) k[n][i] = *reinterpret_cast<const uint4 *>(memory + (from ^ i * 32));
-    }
+    for (int n = 0; n < 2; n++) from[n] = key_at<kWidth>(key(n * 8 + g), t * 8);
     const int v = value_at<kWidth>(value((lane >> 3 & 1) * 8 + (lane & 7)), (lane >> 4) * 8);
 #pragma unroll
-    for (int i = 0; i < kWidth / 16; i++) load_transposed(r[i], memory + (v ^ i * 16));
-#pragma unroll
-    for (int i = 0; i < kWidth / 32; i++) // four chains: one alone would wait for itself
+    for (int i = 0; i < kWidth / 32; i++) { // four chains: one alone would wait for itself
+      const uint4 q0 = queries[i * 32 + lane], q1 = queries[kHalf + i * 32 + lane];
 #pragma unroll
       for (int n = 0; n < 2; n++) {
-        mma(even[n], q[0][i].x, q[1][i].x, q[0][i].y, q[1][i].y, k[n][i].x, k[n][i].y);
-        mma(odd[n], q[0][i].z, q[1][i].z, q[0][i].w, q[1][i].w, k[n][i].z, k[n][i].w);
+        const uint4 k = *reinterpret_cast<const uint4 *>(memory + (from[n] ^ i * 32));
+        mma(even[n], q0.x, q1.x, q0.y, q1.y, k.x, k.y);
+        mma(odd[n], q0.z, q1.z, q0.w, q1.w, k.z, k.w);
       }
+    }
+    uint32_t r[kWidth / 16][4]; // values are on their way while weights are made
+#pragma unroll
+    for (int i = 0; i < kWidth / 16; i++) load_transposed(r[i], memory + (v ^ i * 16));
 #pragma unroll
     for (int n = 0; n < 2; n++) {
       s[n] = add(even[n], odd[n]);
@@ -181,11 +182,12 @@ struct Fold {
     }
   }
 
-  // Partials of the warp's vectors: sums of values [16, kWidth], maxima and norms [16].
-  __device__ __forceinline__ void store(float *result, float *tops, float *norms) const {
+  // Partials of the warp's vectors, or of half of them: sums of values [16, kWidth], maxima and norms [16].
+  __device__ __forceinline__ void store(float *result, float *tops, float *norms, int halves) const {
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
+      if (h == halves) break;
 #pragma unroll
       for (int i = 0; i < kWidth / 8; i++)
         *reinterpret_cast<float2 *>(result + sum_at<kWidth>(g + 8 * h, i * 8 + 2 * t)) = h ? make_float2(out[i].z, out[i].w) : make_float2(out[i].x, out[i].y);

@@ -7,7 +7,8 @@
 
 namespace eagle3 {
 
-constexpr int kTile = 64, kWarps = 4, kSlice = kTile / kWarps, kVectors = 16; // of a warp: rows times heads
+constexpr int kTile = 64, kSlices = 4, kSlice = kTile / kSlices; // positions of a tile, warps that fold it, positions of each
+constexpr int kWarps = 2 * kSlices, kVectors = 16;               // of a part of a block: two sides; of a warp: rows times heads
 
 struct Attention {
   const bf16 *projected;    // [B * T, (heads + 2 * groups) * Dh]
@@ -102,29 +103,41 @@ struct Nodes {
   }
 };
 
+// What a warp needs of its first row of keep_nodes and that no kernel before this one writes.
+template <int kWidth>
+struct NodeTurn {
+  float gain[kWidth / 32], angle[kWidth / 32];
+  static __device__ __forceinline__ int first_row() { return (blockDim.x >> 5) - 1 - (threadIdx.x >> 5); } // odd tiles are often empty
+  template <int kBlock>
+  __device__ __forceinline__ void load(const Attention &p, const Nodes<kBlock> &nodes) {
+#pragma unroll
+    for (int j = 0; j < kWidth / 32; j++) gain[j] = p.k_gain ? __bfloat162float(p.k_gain[j * 32 + (threadIdx.x & 31)]) : 1.f;
+    load_angles<kWidth>(angle, p, nodes.position_of[min(first_row(), p.t - 1)]);
+  }
+};
+
 // Keys (normed, turned) and values of the rows of the pass, where their nodes lie in shared memory, and in the cache if this
-// block writes it. All threads of the block do it together.
+// block writes it. The last `threads` of the block do it together, half of them or all.
 template <int kWidth, int kHalf, int kBlock>
-__device__ __forceinline__ void keep_nodes(const Attention &p, Nodes<kBlock> &nodes, bf16 *memory, int node0, int64_t line0, int group,
-                                           bool writes) {
+__device__ __forceinline__ void keep_nodes(const Attention &p, Nodes<kBlock> &nodes, const NodeTurn<kWidth> &own, int threads, bf16 *memory,
+                                           int node0, int64_t line0, int group, bool writes) {
   constexpr int kMany = kWidth / 32, kChunks = kWidth / 8;
-  const int lane = threadIdx.x & 31, warps = blockDim.x >> 5, warp = warps - 1 - (threadIdx.x >> 5); // the first has most to do later
-  const int own_line = threadIdx.x ^ kTile; // of values: the other warps' turn first, for up to four rows
+  const int lane = threadIdx.x & 31, warps = threads >> 5, warp = own.first_row();
+  const int own_line = threadIdx.x ^ 6 * 32; // of values: up to four rows by two warps that turn no queries
   const int lanes = (p.heads + 2 * p.groups) * kWidth, value_lines = p.t * kChunks;
   const bf16 *const keys = p.projected + line0 * lanes + (p.heads + group) * kWidth, *const values = keys + p.groups * kWidth;
   auto value_of = [&](int i) { return load_rows(values + static_cast<int64_t>(i / kChunks) * lanes + i % kChunks * 8); };
   uint4 v = make_uint4(0, 0, 0, 0);
   if (own_line < value_lines) v = value_of(own_line); // beside the keys
-  float gain[kMany];
-#pragma unroll
-  for (int j = 0; j < kMany; j++) gain[j] = p.k_gain ? __bfloat162float(p.k_gain[j * 32 + lane]) : 1.f;
 #pragma unroll 1
   for (int first = warp; first < p.t; first += kTogether * warps) {
     float key[kTogether][kMany], angle[kTogether][kMany];
 #pragma unroll
+    for (int j = 0; j < kMany; j++) angle[0][j] = own.angle[j];
+#pragma unroll
     for (int i = 0; i < kTogether; i++) {
       const int row = min(first + i * warps, p.t - 1);
-      load_angles<kWidth>(angle[i], p, nodes.position_of[row]);
+      if (i || first != warp) load_angles<kWidth>(angle[i], p, nodes.position_of[row]);
 #pragma unroll
       for (int j = 0; j < kMany; j++) key[i][j] = load_bf16(keys + static_cast<int64_t>(row) * lanes + j * 32 + lane);
     }
@@ -132,7 +145,7 @@ __device__ __forceinline__ void keep_nodes(const Attention &p, Nodes<kBlock> &no
     for (int row = first; row < min(first + kTogether * warps, p.t); row += warps) {
       const int node = nodes.node_of[row];
       if (node >= 0) {
-        turn<kWidth, kHalf>(key[0], gain, p.k_gain != nullptr, angle[0], p.eps);
+        turn<kWidth, kHalf>(key[0], own.gain, p.k_gain != nullptr, angle[0], p.eps);
         const int slot = writes ? nodes.slot_of[node] : -1;
         bf16 *const to = p.keys + (static_cast<int64_t>(slot) * p.groups + group) * kWidth + lane;
 #pragma unroll
@@ -147,8 +160,8 @@ __device__ __forceinline__ void keep_nodes(const Attention &p, Nodes<kBlock> &no
     }
   }
 #pragma unroll 1
-  for (int i = own_line; i < value_lines; i += blockDim.x) { // values as they are, 16 bytes a thread
-    if (i >= static_cast<int>(blockDim.x)) v = value_of(i);
+  for (int i = own_line; i < value_lines; i += threads) { // values as they are, 16 bytes a thread
+    if (i >= threads) v = value_of(i);
     const int node = nodes.node_of[i / kChunks], c = i % kChunks * 8;
     if (node < 0) continue;
     const int slot = writes ? nodes.slot_of[node] : -1;
