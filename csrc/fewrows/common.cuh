@@ -28,6 +28,13 @@ constexpr unsigned kAll = 0xffffffffu;
 __device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
+// The thread's number, asked for where it is used: what follows from it takes no register in between.
+__device__ __forceinline__ int fresh_thread() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // Activations are read at L2: another kernel wrote them while this block may already have been resident.
 __device__ __forceinline__ uint4 load_rows(const void *p) {
   uint4 r;
@@ -231,23 +238,34 @@ __device__ __forceinline__ float sum_of_rows(float (&v)[kRows]) {
 }
 
 // A block's rows as B operands: the first group in registers where they have room for it, others in shared memory. A single
-// staged group stays there, which leaves registers to the weights.
-template <int kThreads, int kPieces, int kGroups, bool kStaged = false>
+// staged group stays there, which leaves registers to the weights; of several groups the first one's last kAside pieces do too.
+template <int kThreads, int kPieces, int kGroups, bool kStaged = false, int kAside = 0>
 struct Operand {
   static constexpr int kOutside = kPieces > 8 || (kStaged && kGroups == 1) ? kGroups : kGroups - 1; // groups in shared memory
   static constexpr int kWarps = kThreads / 32, kColumns = kThreads * kPieces, kChunks = kColumns / 8;
   static constexpr int kOwn = (kChunks + kThreads - 1) / kThreads; // chunks of a row that pass through a thread
   static constexpr int kPitch = kChunks + 4; // chunks of 8 columns; neighbouring rows lie on different banks
-  static constexpr size_t kBytes = static_cast<size_t>(kOutside) * kRows * kPitch * 16;
-  uint4 first[kOutside == kGroups ? 1 : kPieces];
-  uint4 *const shared; // [kOutside][kRows][kPitch]
+  static constexpr int kFirst = kOutside == kGroups ? 0 : kPieces - kAside;  // pieces of the first group in registers
+  static constexpr int kAsidePitch = kFirst ? kAside * kWarps * 4 + 4 : 0;
+  static constexpr size_t kBytes = static_cast<size_t>(kOutside * kPitch + kAsidePitch) * kRows * 16;
+  uint4 first[kFirst ? kFirst : 1];
+  uint4 *const shared; // [kOutside][kRows][kPitch], then [kRows][kAsidePitch]
   uint4 *more;         // this lane's place there: a piece every 4 chunks
   __device__ __forceinline__ explicit Operand(void *memory)
       : shared(static_cast<uint4 *>(memory)),
         more(shared + ((threadIdx.x & 31) >> 2) * kPitch + (threadIdx.x >> 5) * kPieces * 4 + (threadIdx.x & 3)) {}
   __device__ __forceinline__ uint4 get(int group, int i) const {
     const int place = group - (kGroups - kOutside);
-    return place < 0 ? first[i] : more[place * kRows * kPitch + i * 4];
+    return place >= 0 ? more[place * kRows * kPitch + i * 4] : i < kFirst ? first[i] : *aside(i);
+  }
+  __device__ __forceinline__ uint4 *aside(int i) const {
+    return shared + kOutside * kRows * kPitch + ((threadIdx.x & 31) >> 2) * kAsidePitch + ((threadIdx.x >> 5) * kAside + i - kFirst) * 4 + (threadIdx.x & 3);
+  }
+  __device__ __forceinline__ void set_first(int i, const uint4 &v) {
+    if (i < kFirst)
+      first[i] = v;
+    else
+      *aside(i) = v; // the lane's own
   }
   // Rows `begin` and on of x as they are. x: at the thread's first column.
   __device__ __forceinline__ void load(const bf16 *x, size_t stride, int begin, int rows) {
@@ -260,7 +278,7 @@ struct Operand {
 #pragma unroll
       for (int i = 0; i < kPieces; i++) {
         if (place < 0)
-          first[i] = b[i];
+          set_first(i, b[i]);
         else
           more[place * kRows * kPitch + i * 4] = b[i];
       }
@@ -318,7 +336,7 @@ struct Operand {
       __syncthreads();
       if (group || kGroups == 1) continue;
 #pragma unroll
-      for (int i = 0; i < kPieces; i++) first[i] = more[i * 4];
+      for (int i = 0; i < kPieces; i++) set_first(i, more[i * 4]);
     }
     if (kGroups == 1 && lane >> 2 >= rows - begin) more = shared + (more - shared) % kPitch; // the first row's
   }
@@ -334,8 +352,8 @@ struct Operand {
 
 // Products of one tile and every group of rows, two chains a group, each in ascending columns. next(part, i) refills place i
 // when its piece of part `part` of the slice has been multiplied.
-template <int kThreads, int kPieces, int kGroups, bool kStaged, int kDepth, class Next>
-__device__ __forceinline__ void multiply(Tile<kDepth> &tile, const Operand<kThreads, kPieces, kGroups, kStaged> &b, float4 (&c)[kGroups], Next next) {
+template <int kThreads, int kPieces, int kGroups, bool kStaged, int kAside, int kDepth, class Next>
+__device__ __forceinline__ void multiply(Tile<kDepth> &tile, const Operand<kThreads, kPieces, kGroups, kStaged, kAside> &b, float4 (&c)[kGroups], Next next) {
   static_assert(kPieces % kDepth == 0, "parts are whole");
   float4 odd[kGroups];
 #pragma unroll

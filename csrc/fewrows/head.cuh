@@ -49,7 +49,8 @@ struct Best {
 
 template <int kThreads, int kPieces, int kGroups>
 __global__ void __launch_bounds__(kThreads, resident(kThreads)) vocabulary(Vocabulary p) {
-  using Rows = Operand<kThreads, kPieces, kGroups, true>;
+  using Rows = Operand<kThreads, kPieces, kGroups, true, aside(kPieces, kGroups)>;
+  constexpr bool kTight = aside(kPieces, kGroups) > 0; // no register to spare
   constexpr int kHeld = kGroups * kRows, kDepth = depth_of(kPieces), kParts = kPieces / kDepth;
   extern __shared__ uint4 operand_memory[];
   __shared__ float red[2][kGroups][4 * kThreads];
@@ -60,7 +61,7 @@ __global__ void __launch_bounds__(kThreads, resident(kThreads)) vocabulary(Vocab
   const TileRows<false> rows(p.vocabulary);
   const bf16 *const weight = p.weight + column;
   const bf16 *top, *bottom;
-  rows.aim(0, g, weight, p.vocabulary, p.columns, top, bottom);
+  rows.aim(0, g, weight, p.vocabulary, Rows::kColumns, top, bottom);
   const auto gains = Rows::gain(p.gamma); // asked for first: what is asked for behind a tile of weights comes behind it
   Tile<kDepth> tile;
   tile.fetch(top, bottom);
@@ -77,7 +78,9 @@ __global__ void __launch_bounds__(kThreads, resident(kThreads)) vocabulary(Vocab
 #pragma unroll 1
   for (int at = 0; at < tiles; at++) {
     const bf16 *const here = top, *const below = bottom;
-    rows.aim(min(at + 1, tiles - 1), g, weight, p.vocabulary, p.columns, top, bottom);
+    const int ahead = kTight ? fresh_thread() : static_cast<int>(threadIdx.x);
+    rows.aim(min(at + 1, tiles - 1), ahead >> 2 & 7, p.weight + (ahead >> 5) * kPieces * kPiece + (ahead & 3) * 8, p.vocabulary, Rows::kColumns, top,
+             bottom);
     float4 c[kGroups];
     multiply(tile, b, c, [&](int part, int i) {
       if (part + 1 < kParts)
@@ -88,11 +91,13 @@ __global__ void __launch_bounds__(kThreads, resident(kThreads)) vocabulary(Vocab
 #pragma unroll
     for (int own = 0; own < kGroups; own++) store_partial<kThreads>(red[at & 1][own], c[own]);
     __syncthreads();
-    const int id = rows.top(at, g) + (which & 2 ? 8 : 0);
-    if (threadIdx.x >= 128 * kGroups || id >= rows.last) continue;
-    const float value = factor * sum_partials<kThreads>(red[at & 1][group], which, lane);
+    const int thread = kTight ? fresh_thread() : static_cast<int>(threadIdx.x), which = thread >> 5 & 3, group = thread >> 7;
+    const int id = rows.top(at, thread >> 2 & 7) + (which & 2 ? 8 : 0);
+    if (thread >= 128 * kGroups || id >= rows.last) continue;
+    const int own = blockIdx.y * kHeld + group * kRows + 2 * (thread & 3) + (which & 1);
+    const float value = factor * sum_partials<kThreads>(red[at & 1][group], which, thread & 31);
     best.take(value, id);
-    if (p.logits && own_row < p.rows) p.logits[static_cast<size_t>(own_row) * p.vocabulary + id] = value;
+    if (p.logits && own < p.rows) p.logits[static_cast<size_t>(own) * p.vocabulary + id] = value;
   }
   if (threadIdx.x < 128 * kGroups) {
 #pragma unroll
@@ -119,7 +124,7 @@ __global__ void __launch_bounds__(kThreads, resident(kThreads)) vocabulary(Vocab
 template <int kThreads, int kPieces, int kGroups>
 inline cudaError_t launch_vocabulary_groups(const Vocabulary &p, int blocks, cudaStream_t stream) {
   const dim3 grid(blocks, (p.rows + kRows * kGroups - 1) / (kRows * kGroups));
-  return launch(vocabulary<kThreads, kPieces, kGroups>, grid, kThreads, Operand<kThreads, kPieces, kGroups, true>::bytes(p.rows), stream, 1, p);
+  return launch(vocabulary<kThreads, kPieces, kGroups>, grid, kThreads, Operand<kThreads, kPieces, kGroups, true, aside(kPieces, kGroups)>::bytes(p.rows), stream, 1, p);
 }
 
 template <int kThreads, int kPieces>

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads, resident(kThreads)) project(Projecti
   using Written = Output<kThreads, kGroups, kGated, kHeld>;
   extern __shared__ uint4 operand_memory[];
   __shared__ float red[kHeld ? 1 : 2][kGroups][Written::kPartials];
-  using Rows = Operand<kThreads, kPieces, kGroups, kNorm>;
+  using Rows = Operand<kThreads, kPieces, kGroups, kNorm, aside(kPieces, kGroups)>;
   __shared__ float squares[kGroups][kThreads / 32][kRows];
   __shared__ float factors[kGroups * kRows];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2;
@@ -192,7 +192,8 @@ inline cudaError_t launch_groups(const Projection &p, int multiprocessors, cudaS
   // a normed projection comes before attention, whose blocks begin beside it where it leaves them half of the registers
   const int places = p.gamma && !kGated && kGroups == 1 ? 1 : resident(kThreads);
   const dim3 grid(grid_of(p.outputs, multiprocessors * places, kGated ? 8 : 16), (p.rows + kRows * kGroups - 1) / (kRows * kGroups));
-  const size_t staged = Operand<kThreads, kPieces, kGroups, true>::bytes(p.rows), plain = Operand<kThreads, kPieces, kGroups>::kBytes;
+  const size_t staged = Operand<kThreads, kPieces, kGroups, true, aside(kPieces, kGroups)>::bytes(p.rows);
+  const size_t plain = Operand<kThreads, kPieces, kGroups, false, aside(kPieces, kGroups)>::kBytes;
   if constexpr (kThreads == 256 && kPieces == 8 && kGroups == 1 && !kGated) {
     using Whole = WholeBlock<kThreads, kPieces>;
     const int blocks = p.gamma ? blocks_of(p.outputs, multiprocessors, Whole::kMost) : 0;

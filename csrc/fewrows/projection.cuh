@@ -19,6 +19,10 @@ struct Projection {
   int rows, outputs, columns, stride; // stride: from row to row of x
 };
 
+// Pieces of the first of two groups that leave their registers to a tile of weights: a register that is spilled is read back behind
+// all weights under way.
+__host__ __device__ constexpr int aside(int pieces, int groups) { return groups == 2 && pieces == 8 ? 3 : 0; }
+
 // Outputs of a block: [first, last), in tiles of kStep. A tile is 16 weight rows: 16 outputs, or 8 gates on top of 8 ups. Up to
 // `most` of the block's that a single tile does not hold are `held` by somebody else, who has them from `last` on.
 template <bool kGated>
