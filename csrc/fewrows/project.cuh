@@ -84,13 +84,24 @@ __global__ void __launch_bounds__(256, 2) project_long(Projection p) {
   __shared__ float red[2][1][4 * 256];
   __shared__ float squares[8][kRows];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, pieces = p.columns / 256, parts = pieces / kDepth;
-  const int column = warp * pieces * kPiece + (lane & 3) * 8, row = blockIdx.y * kRows + g;
+  const int column = warp * pieces * kPiece + (lane & 3) * 8;
   const TileRows<kGated> rows(p.outputs);
-  const bool live = row < p.rows;
-  const bf16 *const x = p.x + static_cast<size_t>(live ? row : 0) * p.stride + column, *const weight = p.weight + column;
+  const bool live = static_cast<int>(blockIdx.y) * kRows + g < p.rows;
   const int tiles = rows.tiles();
-  const bf16 *top, *bottom;
-  rows.aim(0, g, weight, p.outputs, p.columns, top, bottom);
+  // where the next part of weights and of the row lies: of this tile, or the first of the next one
+  const bf16 *top, *bottom, *x;
+  auto aim = [&](int tile) {
+    const int thread = fresh_thread(), group = thread >> 2 & 7, column = (thread >> 5) * pieces * kPiece + (thread & 3) * 8;
+    rows.aim(tile, group, p.weight + column, p.outputs, p.columns, top, bottom);
+    x = p.x + static_cast<size_t>(live ? blockIdx.y * kRows + group : 0) * p.stride + column;
+  };
+  auto advance = [&](int part, int tile) { // past `part` of `tile`
+    if (part + 1 == parts)
+      aim(min(tile + 1, tiles - 1));
+    else
+      top += kDepth * kPiece, bottom += kDepth * kPiece, x += kDepth * kPiece;
+  };
+  aim(0);
   Tile<kDepth> tile;
   uint4 b[kDepth];
   tile.fetch(top, bottom);
@@ -104,26 +115,26 @@ __global__ void __launch_bounds__(256, 2) project_long(Projection p) {
   wait_for_predecessor();
   launch_dependents();
   load_group(b, x, live);
+  advance(0, 0);
 #pragma unroll 1
   for (int at = 0; at < tiles; at++) {
-    output.fetch(p, rows, at);
+    output.fetch(p, rows, at, fresh_thread());
     float4 c = make_float4(0.f, 0.f, 0.f, 0.f), odd = c;
     float sum = 0.f;
 #pragma unroll 1
     for (int part = 0; part < parts; part++) {
       const bool last = part + 1 == parts, more = !last || at + 1 < tiles;
-      const int ahead = last ? 0 : (part + 1) * kDepth * kPiece;
-      if (last) rows.aim(min(at + 1, tiles - 1), g, weight, p.outputs, p.columns, top, bottom);
 #pragma unroll
       for (int i = 0; i < kDepth; i++) {
         const uint4 v = kNorm ? gained(b[i], gains[column / 8 + (part * kDepth + i) * (kPiece / 8)], sum) : b[i];
         mma(c, tile.top[i].x, tile.bottom[i].x, tile.top[i].y, tile.bottom[i].y, v.x, v.y);
         mma(odd, tile.top[i].z, tile.bottom[i].z, tile.top[i].w, tile.bottom[i].w, v.z, v.w);
         if (more) {
-          tile.fetch(i, top + ahead, bottom + ahead);
-          b[i] = live ? load_rows(x + ahead + i * kPiece) : make_uint4(0, 0, 0, 0);
+          tile.fetch(i, top, bottom);
+          b[i] = live ? load_rows(x + i * kPiece) : make_uint4(0, 0, 0, 0);
         }
       }
+      advance(last ? 0 : part + 1, last ? at + 1 : at);
     }
     store_partial<256>(red[at & 1][0], add(c, odd));
     if (kNorm && at == 0) {
@@ -138,7 +149,7 @@ __global__ void __launch_bounds__(256, 2) project_long(Projection p) {
       for (int w = 0; w < 8; w++) total += squares[w][2 * (lane & 3) + (warp & 1)];
       scale = rsqrtf(total / p.columns + p.eps);
     }
-    output.store(p, rows, at, red[at & 1], [&](int) { return scale; });
+    output.store(p, rows, at, red[at & 1], [&](int) { return scale; }, fresh_thread());
   }
 }
 

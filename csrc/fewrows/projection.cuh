@@ -60,9 +60,9 @@ struct Output {
     size_t to;
     bool live;
   };
-  __device__ __forceinline__ Place place(const Projection &p, const TileRows<kGated> &rows, int tile, int turn) {
+  __device__ __forceinline__ Place place(const Projection &p, const TileRows<kGated> &rows, int tile, int turn, int thread) {
     Place v;
-    const int at = threadIdx.x + turn * kThreads;
+    const int at = thread + turn * kThreads;
     v.group = at / (kComponents * 32), v.which = kHeld ? at >> 5 : at >> 5 & (kComponents - 1), v.lane = at & 31;
     const int row = (blockIdx.y * kGroups + v.group) * kRows + 2 * (v.lane & 3) + (v.which & 1);
     const bool held = kHeld && v.which > 3;
@@ -71,11 +71,11 @@ struct Output {
     v.live = at < kCount && row < p.rows && v.out < rows.last + (held ? rows.held : 0);
     return v;
   }
-  __device__ __forceinline__ void fetch(const Projection &p, const TileRows<kGated> &rows, int tile) {
+  __device__ __forceinline__ void fetch(const Projection &p, const TileRows<kGated> &rows, int tile, int thread = threadIdx.x) {
     if constexpr (!kGated) {
 #pragma unroll
       for (int turn = 0; turn < kTurns; turn++) {
-        const Place v = place(p, rows, tile, turn);
+        const Place v = place(p, rows, tile, turn, thread);
         before[turn] = v.live && p.residual ? load_bf16(p.residual + v.to) : 0.f;
         bias[turn] = v.live && p.bias ? load_bf16(p.bias + v.out) : 0.f;
       }
@@ -83,10 +83,11 @@ struct Output {
   }
   // factor(row of the block): what its sums are still to be multiplied by.
   template <class Factor>
-  __device__ __forceinline__ void store(const Projection &p, const TileRows<kGated> &rows, int tile, const float (*red)[kPartials], Factor factor) {
+  __device__ __forceinline__ void store(const Projection &p, const TileRows<kGated> &rows, int tile, const float (*red)[kPartials], Factor factor,
+                                        int thread = threadIdx.x) {
 #pragma unroll
     for (int turn = 0; turn < kTurns; turn++) {
-      const Place v = place(p, rows, tile, turn);
+      const Place v = place(p, rows, tile, turn, thread);
       if (!v.live) continue;
       const float scale = factor(v.group * kRows + 2 * (v.lane & 3) + (v.which & 1));
       float y = scale * sum_partials<kThreads>(red[v.group], v.which, v.lane);
