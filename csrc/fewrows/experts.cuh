@@ -21,6 +21,10 @@ __device__ __forceinline__ float4 sum_of_warps(const float4 *red) {
   return total;
 }
 
+// A block's rows; a piece of the first of two groups leaves its registers to a tile of weights, or some of those would be spilled.
+template <int kPieces, int kGroups>
+using BlockRows = Operand<256, kPieces, kGroups, true, kGroups == 2 && kPieces == 8 ? 1 : 0>;
+
 // Router logits of the block's rows for 8 experts, whose weights are in `w`: half a tile leaves registers for the rows.
 // squares: of normed rows, as Operand::stage leaves them. store(row of the block, expert, logit).
 constexpr int kRouterOutputs = 8;
@@ -28,9 +32,9 @@ inline __host__ __device__ int router_tiles(const Experts &p) { return (p.expert
 
 template <int kPieces, int kGroups, class Store>
 __device__ __forceinline__ void route_block(const Experts &p, const Block<kGroups> &block, const uint4 (&w)[kPieces],
-                                            const Operand<256, kPieces, kGroups, true> &b, const float (*squares)[8][kRows],
+                                            const BlockRows<kPieces, kGroups> &b, const float (*squares)[8][kRows],
                                             float4 (*red)[8 * 32], Store store) {
-  using Rows = Operand<256, kPieces, kGroups, true>;
+  using Rows = BlockRows<kPieces, kGroups>;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 #pragma unroll
   for (int group = 0; group < kGroups; group++) {
@@ -64,7 +68,7 @@ __device__ __forceinline__ void fetch_router(const Experts &p, uint4 (&w)[kPiece
 // Router alone: for more rows than one block of them.
 template <int kPieces, int kGroups>
 __global__ void __launch_bounds__(256, 2) router(Experts p) {
-  using Rows = Operand<256, kPieces, kGroups, true>;
+  using Rows = BlockRows<kPieces, kGroups>;
   extern __shared__ uint4 operand_memory[];
   __shared__ float4 red[kGroups][8 * 32];
   __shared__ float squares[kGroups][8][kRows];
@@ -104,7 +108,7 @@ struct Dealt {
 // resident at once (two a multiprocessor).
 template <int kPieces, int kGroups, bool kRoute, int kMany>
 __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
-  using Rows = Operand<256, kPieces, kGroups, true>;
+  using Rows = BlockRows<kPieces, kGroups>;
   extern __shared__ uint4 operand_memory[];
   __shared__ float4 red[2][kGroups][8 * 32];
   __shared__ float squares[kGroups][8][kRows];
@@ -154,7 +158,7 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
     const bool more = at.expert < chosen;
     const bf16 *from = more ? aim(at) : p.gate_up;
     float4 c[kGroups];
-    multiply(tile, b, c, [&](int, int i) {
+    multiply<1>(tile, b, c, [&](int, int i) {
       if (more) tile.fetch(i, from, from + below);
     });
 #pragma unroll
@@ -276,7 +280,7 @@ template <int kPieces, int kGroups, int kMany>
 inline cudaError_t launch_gate_up(const Experts &p, int multiprocessors, cudaStream_t stream) {
   constexpr int kHeld = Block<kGroups>::kHeld;
   const int blocks = 2 * multiprocessors, held = (p.rows + kHeld - 1) / kHeld;
-  const size_t rows = Operand<256, kPieces, kGroups, true>::bytes(p.rows), shared = rows + static_cast<size_t>(kHeld) * p.experts * 4;
+  const size_t rows = BlockRows<kPieces, kGroups>::bytes(p.rows), shared = rows + static_cast<size_t>(kHeld) * p.experts * 4;
   if (held == 1) return launch(gate_up<kPieces, kGroups, true, kMany>, dim3(blocks), 256, shared, stream, 1, p);
   const cudaError_t e = launch(router<kPieces, kGroups>, dim3(router_tiles(p), held), 256, rows, stream, 1, p);
   if (e != cudaSuccess) return e;
