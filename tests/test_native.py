@@ -240,8 +240,9 @@ def products(n):
     yield "linear", (rows(2880), make.weight(5120, 2880), make.floats(5120))
     for d, i in ((7168, 256), (2880, 512), (7168, 2304), (1536, 512)):
         yield "mlp", (rows(d), make.gain(d), 1e-6, make.weight(2 * i, d), make.weight(d, i), "silu", rows(d))
-    for d in (2048, 2880, 7168):
-        yield "head", (rows(d), make.gain(d), 1e-6, make.weight(32000, d), 1)
+    for d in (2048, 2880, 7168):  # rows that norm without rounding, or near ties fall as it falls
+        x, gain = make.routed(64, d)
+        yield "head", (x[:n].contiguous(), gain, 1e-6, make.weight(32000, d), 1)
     x, gain = make.routed(64, 2048)
     x = x[:n].contiguous()
     matrices = make.weight(32, 2 * 768, 2048), make.weight(32, 2048, 768)
