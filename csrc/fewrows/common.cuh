@@ -10,8 +10,6 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
-#include <type_traits>
-
 #include "../launch/launch.cuh"
 
 namespace eagle3 {
@@ -224,6 +222,14 @@ __device__ __forceinline__ uint4 gained(const uint4 &x, const uint4 &gains, floa
   }
   return out;
 }
+// A piece of a row whose norm's factor is known, times factor and gains, rounded once.
+__device__ __forceinline__ uint4 normed_piece(uint4 v, float factor, const uint4 &gains) {
+  uint32_t *w = reinterpret_cast<uint32_t *>(&v);
+  const uint32_t *gain = reinterpret_cast<const uint32_t *>(&gains);
+#pragma unroll
+  for (int j = 0; j < 4; j++) w[j] = pack(low(w[j]) * factor * low(gain[j]), high(w[j]) * factor * high(gain[j]));
+  return v;
+}
 // Eight rows' sums over the warp, each in the same order: lane l gets that of row l / 4.
 __device__ __forceinline__ float sum_of_rows(float (&v)[kRows]) {
   const int lane = threadIdx.x & 31;
@@ -287,26 +293,23 @@ struct Operand {
 
   static __host__ __device__ size_t bytes(int rows) { return kGroups == 1 && rows < kRows ? static_cast<size_t>(rows) * kPitch * 16 : kBytes; } // staged
   // The thread's chunks of a norm's gains, which may be asked for before the wait. gamma: [columns] or null: ones.
-  struct Several {
+  struct Gains {
     uint4 of[kOwn];
   };
-  using Gains = std::conditional_t<kOwn == 1, uint4, Several>;
-  static __device__ __forceinline__ uint4 &chunk_of(uint4 &gains, int) { return gains; }
-  static __device__ __forceinline__ uint4 &chunk_of(Several &gains, int k) { return gains.of[k]; }
   static __device__ __forceinline__ Gains gain(const bf16 *gamma) {
     constexpr uint32_t kOnes = 0x3f803f80u;
     Gains gains;
 #pragma unroll
     for (int k = 0; k < kOwn; k++) {
       const int chunk = threadIdx.x + k * kThreads;
-      chunk_of(gains, k) = gamma && chunk < kChunks ? load_weights(gamma + chunk * 8) : make_uint4(kOnes, kOnes, kOnes, kOnes);
+      gains.of[k] = gamma && chunk < kChunks ? load_weights(gamma + chunk * 8) : make_uint4(kOnes, kOnes, kOnes, kOnes);
     }
     return gains;
   }
   // Rows `begin` and on of x times the gains; each column passes through one thread of the block. Sums of them lack the row's
   // factor, for which `squares` has each warp's sums. Rows that do not exist are whatever lies there: nobody reads their sums.
   // All threads of the block call it.
-  __device__ __forceinline__ void stage(const bf16 *x, size_t stride, int begin, int rows, Gains gains, float (*squares)[kWarps][kRows]) {
+  __device__ __forceinline__ void stage(const bf16 *x, size_t stride, int begin, int rows, const Gains &gains, float (*squares)[kWarps][kRows]) {
     static_assert(kStaged, "there is room");
     const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -328,7 +331,7 @@ struct Operand {
           if (group && !k && !half) __syncthreads(); // the group before is in registers
 #pragma unroll
           for (int r = 0; r < kRows / 2; r++)
-            if (half + r < live) shared[(half + r) * kPitch + chunk] = gained(v[r], chunk_of(gains, k), sum[half + r]);
+            if (half + r < live) shared[(half + r) * kPitch + chunk] = gained(v[r], gains.of[k], sum[half + r]);
         }
       }
       const float total = sum_of_rows(sum);

@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(256, 2) router(Experts p) {
   __shared__ float squares[kGroups][8][kRows];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, column = warp * kPieces * kPiece + (lane & 3) * 8;
   const Block<kGroups> block(p);
-  const uint4 gain = Rows::gain(p.gamma);
+  const auto gain = Rows::gain(p.gamma);
   uint4 w[kPieces];
   fetch_router(p, w, column);
   Rows b(operand_memory);
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
   const int column = warp * kPieces * kPiece + t * 8;
   const Block<kGroups> block(p);
   const bool routes = kRoute && static_cast<int>(blockIdx.x) < router_tiles(p);
-  const uint4 gain = Rows::gain(p.gamma);
+  const auto gain = Rows::gain(p.gamma);
   uint4 w[kPieces];
   if (routes) fetch_router(p, w, column);
   choice.clear(p, weight);

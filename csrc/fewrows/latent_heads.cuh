@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kHeadsThreads, 1) latent_heads(LatentQueries p
   }
   if (threadIdx.x == 0) open_inbox(&inbox, kRows * kPlain * sizeof(bf16));
   cluster_arrive();
-  const uint4 gain = Rows::gain(p.gamma);
+  const auto gain = Rows::gain(p.gamma);
   // the pair of turned lanes that a thread of the first two warps puts together, with the one 4 lanes on
   const int turned_row = 2 * t + (warp & 1);
   const bool turns = warp < 2 && turned_row < live;

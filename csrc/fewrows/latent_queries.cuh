@@ -73,13 +73,7 @@ struct CacheRow {
     const float scale = rsqrtf(sum * (1.f / kLatent) + p.eps);
     bf16 *to = p.plane + static_cast<size_t>(slot) * kLatentRow;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      uint32_t *w = reinterpret_cast<uint32_t *>(&v[i]);
-      const uint32_t *g = reinterpret_cast<const uint32_t *>(&gain[i]);
-#pragma unroll
-      for (int j = 0; j < 4; j++) w[j] = pack(low(w[j]) * scale * low(g[j]), high(w[j]) * scale * high(g[j]));
-      *reinterpret_cast<uint4 *>(to + i * 256 + lane * 8) = v[i];
-    }
+    for (int i = 0; i < 2; i++) *reinterpret_cast<uint4 *>(to + i * 256 + lane * 8) = normed_piece(v[i], scale, gain[i]);
     *reinterpret_cast<uint32_t *>(to + kLatent + 2 * lane) = turn.of(shared);
   }
 };

@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads, resident(kThreads)) project(Projecti
   const bf16 *top, *bottom;
   rows.aim(0, g, weight, p.outputs, p.columns, top, bottom);
   // asked for first: what is asked for behind a tile of weights comes behind it
-  const uint4 gain = kNorm ? Rows::gain(p.gamma) : make_uint4(0, 0, 0, 0);
+  const auto gain = kNorm ? Rows::gain(p.gamma) : typename Rows::Gains{};
   Tile<kPieces> tile;
   tile.fetch(top, bottom);
   Held held(operand_memory, p.weight + static_cast<size_t>(rows.last) * p.columns + warp * kPieces * kPiece, rows.held, p.columns);

@@ -24,13 +24,8 @@ struct Shares {
 
 // Eight columns of the normed rows, from column `column` on; at: their place in all rows.
 __device__ __forceinline__ void write_normed(const Router &p, size_t at, int column, float factor) {
-  uint4 v = load_rows(p.x + at);
-  const uint4 gains = load_weights(p.gamma + column);
-  uint32_t *w = reinterpret_cast<uint32_t *>(&v);
-  const uint32_t *gain = reinterpret_cast<const uint32_t *>(&gains);
-#pragma unroll
-  for (int j = 0; j < 4; j++) w[j] = pack(low(w[j]) * factor * low(gain[j]), high(w[j]) * factor * high(gain[j]));
-  *reinterpret_cast<uint4 *>(p.normed + at) = v;
+  const uint4 v = load_rows(p.x + at), gains = load_weights(p.gamma + column);
+  *reinterpret_cast<uint4 *>(p.normed + at) = normed_piece(v, factor, gains);
 }
 
 // Whether this block makes its group's choice. All threads call it, after the block's scores are on their way.

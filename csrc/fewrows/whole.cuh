@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kThreads, 1) project_whole(Projection p) {
     before[turn] = live && p.residual ? load_bf16(p.residual + static_cast<size_t>(row) * p.outputs + begin + out) : 0.f;
     bias[turn] = live && p.bias ? load_bf16(p.bias + begin + out) : 0.f;
   }
-  b.stage(p.x, p.stride, blockIdx.y * kRows, p.rows, gain, squares);
+  b.stage(p.x, p.stride, blockIdx.y * kRows, p.rows, {{gain}}, squares);
   if (threadIdx.x < kRows) factors[threadIdx.x] = Rows::factor(squares[0], threadIdx.x, true, p.eps); // read after the next barrier
   held.await();
   float4 c[kTiles], odd[kTiles];
