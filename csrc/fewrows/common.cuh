@@ -78,6 +78,14 @@ __device__ __forceinline__ uint4 load_weights(const void *p) {
   return r;
 }
 
+// Without a branch; where it is not live, r stays as it is.
+__device__ __forceinline__ void load_weights_if(uint4 &r, const void *p, bool live) {
+  asm volatile("{.reg .pred live;\nsetp.ne.b32 live, %5, 0;\n@live ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];}"
+               : "+r"(r.x), "+r"(r.y), "+r"(r.z), "+r"(r.w)
+               : "l"(p), "r"(static_cast<int>(live))
+               : "memory");
+}
+
 // 16 bytes into shared memory; zeros where `inside` is false, and then nothing is read.
 __device__ __forceinline__ void copy_async(void *shared, const void *global, bool inside) {
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));

@@ -28,12 +28,7 @@ __device__ __forceinline__ int hidden_place(int i) {
   return i / kSpan * kSpan + (i % kGroup / 8 * 4 + i % kSpan / kGroup) * 8 + F::place(i % 8);
 }
 
-// Loads without a branch, which leave r as it is where `live` is false.
-__device__ __forceinline__ void load_weights_if(uint4 &r, const void *p, bool live) {
-  asm volatile("{.reg .pred live;\nsetp.ne.b32 live, %5, 0;\n@live ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];}"
-               : "+r"(r.x), "+r"(r.y), "+r"(r.z), "+r"(r.w)
-               : "l"(p), "r"(static_cast<int>(live)));
-}
+// As load_weights_if.
 __device__ __forceinline__ void load_scale_if(uint32_t &r, const uint8_t *p, bool live) {
   asm volatile("{.reg .pred live;\nsetp.ne.b32 live, %2, 0;\n@live ld.global.u8 %0, [%1];}" : "+r"(r) : "l"(p), "r"(static_cast<int>(live)));
 }

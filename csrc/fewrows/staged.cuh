@@ -74,14 +74,6 @@ struct StagedRows {
   static size_t bytes(int rows) { return static_cast<size_t>(rows < kRows ? rows : kRows) * kPitch * sizeof(uint4); }
 };
 
-// Without a branch, between which nothing is moved; whatever lies there where it is not live.
-__device__ __forceinline__ void load_next_if(uint4 &r, const void *p, bool live) {
-  asm volatile("{.reg .pred live;\nsetp.ne.b32 live, %5, 0;\n@live ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];}"
-               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
-               : "l"(p), "r"(static_cast<int>(live))
-               : "memory");
-}
-
 // Eight weight rows, one a lane group g: a warp's slice of kPieces pieces, or the first half of it and then the other.
 template <int kPieces>
 struct HalfTile {
@@ -110,7 +102,7 @@ struct HalfTile {
       mma(odd, own.x, own.y, own.z, own.w, y.z, y.w);
       const int ahead = piece + kDepth;
       if (ahead == kPieces) from = next;
-      if (kMore || ahead < kPieces) load_next_if(w[piece % kDepth], from + ahead % kPieces * kPiece, from);
+      if (kMore || ahead < kPieces) load_weights_if(w[piece % kDepth], from + ahead % kPieces * kPiece, from);
     }
     return make_float2(c.x + odd.z, c.y + odd.w);
   }
