@@ -5,12 +5,10 @@
 // The experts of a block are listed in ascending order, so a row adds its own in ascending order whatever rows ride along.
 #pragma once
 
+#include "combine_down.cuh"
 #include "project.cuh"
-#include "softmax_choice.cuh"
 
 namespace eagle3 {
-
-constexpr int kInFlight = 8; // pieces of down's weights that a warp keeps in registers
 
 // The warps' products of one tile in ascending order, by one warp: each lane as in mma.
 __device__ __forceinline__ float4 sum_of_warps(const float4 *red) {
@@ -175,107 +173,6 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
   }
 }
 
-// Down, weighted sum, residual: block x does 16 outputs; each warp a slice of every expert's width. The weights of the next
-// experts are in registers, on their way since before the wait.
-template <int kThreads, int kPieces, int kGroups>
-__global__ void __launch_bounds__(kThreads, 1) combine_down(Experts p) {
-  constexpr int kDepth = kInFlight / kPieces < 1 ? 1 : kInFlight / kPieces, kOwn = (kGroups * 128 + kThreads - 1) / kThreads;
-  constexpr int kChosen = Block<kGroups>::kChosen, kHeld = Block<kGroups>::kHeld;
-  __shared__ float red[kGroups][4 * kThreads];
-  __shared__ float share[kChosen * kHeld]; // of expert u in row r at u * kHeld + r; -1: the row did not choose it
-  __shared__ int list[kChosen];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int column = warp * kPieces * kPiece + t * 8;
-  const Block<kGroups> block(p);
-  // the choice is older than the kernel before this one lets it begin
-  const int *const listed = p.chosen + static_cast<size_t>(blockIdx.y) * (1 + kChosen);
-  const float *const shares = p.shares + static_cast<size_t>(blockIdx.y) * kChosen * kHeld;
-  constexpr int kShares = (kChosen * kHeld + kThreads - 1) / kThreads;
-  int first_ids[kDepth];
-  float own_share[kShares]; // all at once, and before the weights: what is asked for behind those comes behind them
-  const int chosen = load_int(listed), own_id = static_cast<int>(threadIdx.x) < kChosen ? load_int(listed + 1 + threadIdx.x) : 0;
-#pragma unroll
-  for (int d = 0; d < kDepth; d++) first_ids[d] = load_int(listed + 1 + d);
-#pragma unroll
-  for (int k = 0; k < kShares; k++) own_share[k] = threadIdx.x + k * kThreads < kChosen * kHeld ? load_float(shares + threadIdx.x + k * kThreads) : 0.f;
-  const int out = blockIdx.x * kOutputs + g; // past the last output: of the last ones, written nowhere
-  const bf16 *const top = p.down + static_cast<size_t>(min(out, p.columns - 1)) * p.width + column;
-  const bf16 *const bottom = p.down + static_cast<size_t>(min(out + 8, p.columns - 1)) * p.width + column;
-  Tile<kPieces> tile[kDepth];
-  uint4 b[kDepth][kGroups][kPieces];
-  auto weights = [&](int d, int e) {
-    const size_t matrix = static_cast<size_t>(e) * p.columns * p.width;
-    tile[d].fetch(top + matrix, bottom + matrix);
-  };
-  auto rows = [&](int d, int u) { // a row that did not choose the expert is zeros
-#pragma unroll
-    for (int group = 0; group < kGroups; group++) {
-      const int row = group * kRows + g;
-      const bf16 *from = p.hidden + ((static_cast<size_t>(blockIdx.y) * Block<kGroups>::kChosen + u) * Block<kGroups>::kHeld + row) * p.width + column;
-      load_group(b[d][group], from, share[u * kHeld + row] >= 0.f);
-    }
-  };
-#pragma unroll
-  for (int d = 0; d < kDepth; d++)
-    if (d < chosen) weights(d, first_ids[d]);
-#pragma unroll
-  for (int k = 0; k < kShares; k++)
-    if (threadIdx.x + k * kThreads < kChosen * kHeld) share[threadIdx.x + k * kThreads] = own_share[k];
-  if (threadIdx.x < kChosen) list[threadIdx.x] = own_id;
-  if (kThreads < kChosen)
-    for (int u = threadIdx.x + kThreads; u < chosen; u += kThreads) list[u] = load_int(listed + 1 + u);
-  __syncthreads();
-  wait_for_predecessor();
-  launch_dependents();
-  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) ++*p.launch; // the kernel that reads it is done
-  float before[kOwn]; // the residual of the outputs that this thread will write
-#pragma unroll
-  for (int k = 0; k < kOwn; k++) {
-    const int own = threadIdx.x + k * kThreads, which = own >> 5 & 3, row = (own >> 7) * kRows + 2 * (own & 3) + (which & 1);
-    const int o = blockIdx.x * kOutputs + (own >> 2 & 7) + (which & 2 ? 8 : 0);
-    before[k] = own < kGroups * 128 && row < block.live && o < p.columns && p.residual
-                    ? load_bf16(p.residual + static_cast<size_t>(block.first + row) * p.columns + o) : 0.f;
-  }
-#pragma unroll
-  for (int d = 0; d < kDepth; d++)
-    if (d < chosen) rows(d, d);
-  float4 total[kGroups];
-#pragma unroll
-  for (int group = 0; group < kGroups; group++) total[group] = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 1
-  for (int first = 0; first < chosen; first += kDepth)
-#pragma unroll
-    for (int d = 0; d < kDepth; d++) {
-      const int u = first + d;
-      if (u >= chosen) continue;
-      float4 c[kGroups];
-#pragma unroll
-      for (int group = 0; group < kGroups; group++) {
-        c[group] = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-        for (int i = 0; i < kPieces; i++) mma_piece(c[group], tile[d].top[i], tile[d].bottom[i], b[d][group][i]);
-      }
-      if (u + kDepth < chosen) weights(d, list[u + kDepth]), rows(d, u + kDepth);
-#pragma unroll
-      for (int group = 0; group < kGroups; group++) {
-        const float *own = share + u * kHeld + group * kRows + 2 * t;
-        const float w0 = own[0], w1 = own[1];
-        if (w0 >= 0.f) total[group].x = fmaf(w0, c[group].x, total[group].x), total[group].z = fmaf(w0, c[group].z, total[group].z);
-        if (w1 >= 0.f) total[group].y = fmaf(w1, c[group].y, total[group].y), total[group].w = fmaf(w1, c[group].w, total[group].w);
-      }
-    }
-#pragma unroll
-  for (int group = 0; group < kGroups; group++) store_partial<kThreads>(red[group], total[group]);
-  __syncthreads();
-#pragma unroll
-  for (int k = 0; k < kOwn; k++) {
-    const int own = threadIdx.x + k * kThreads, which = own >> 5 & 3, group = own >> 7, row = group * kRows + 2 * (own & 3) + (which & 1);
-    const int o = blockIdx.x * kOutputs + (own >> 2 & 7) + (which & 2 ? 8 : 0);
-    if (group >= kGroups || row >= block.live || o >= p.columns) continue;
-    p.y[static_cast<size_t>(block.first + row) * p.columns + o] = __float2bfloat16(sum_partials<kThreads>(red[group], which, own & 31) + before[k]);
-  }
-}
-
 template <int kPieces, int kGroups, int kMany>
 inline cudaError_t launch_gate_up(const Experts &p, int multiprocessors, cudaStream_t stream) {
   constexpr int kHeld = Block<kGroups>::kHeld;
@@ -285,13 +182,6 @@ inline cudaError_t launch_gate_up(const Experts &p, int multiprocessors, cudaStr
   const cudaError_t e = launch(router<kPieces, kGroups>, dim3(router_tiles(p), held), 256, rows, stream, 1, p);
   if (e != cudaSuccess) return e;
   return launch(gate_up<kPieces, kGroups, false, kMany>, dim3(blocks, held), 256, shared, stream, 1, p);
-}
-
-template <int kThreads, int kPieces, int kGroups>
-inline cudaError_t launch_down(const Experts &p, cudaStream_t stream) {
-  constexpr int kHeld = Block<kGroups>::kHeld;
-  const dim3 grid((p.columns + kOutputs - 1) / kOutputs, (p.rows + kHeld - 1) / kHeld);
-  return launch(combine_down<kThreads, kPieces, kGroups>, grid, kThreads, 0, stream, 1, p);
 }
 
 template <int kGroups, int kMany>

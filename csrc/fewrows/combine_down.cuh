@@ -1,0 +1,135 @@
+// Down of few rows, with the weighted sum over a row's experts and the residual. A block does 16 outputs of every expert that its rows
+// chose: one warp asks for their weights, bulk copies of whole rows, the others multiply, each a slice of every expert's width.
+#pragma once
+
+#include "bulk.cuh"
+#include "softmax_choice.cuh"
+
+namespace eagle3 {
+
+// What a block has on its way or at hand: an expert's 16 weight rows a slot.
+template <int kThreads, int kPieces>
+struct DownRing {
+  static constexpr int kWidth = kThreads * kPieces, kRowBytes = kWidth * 2; // columns: of a warp kPieces times 32
+  static constexpr int kPitch = kRowBytes + (kRowBytes % 128 ? 0 : 64);     // two neighbouring rows lie on different banks
+  static constexpr int kSlotBytes = kOutputs * kPitch;
+  static constexpr int kFit = 104 * 1024 / kSlotBytes, kSlots = kFit > 8 ? 8 : kFit; // of the carve-out's 132 KB
+  static_assert(kSlots > 1, "one is multiplied while another comes");
+  static constexpr int kBytes = kSlots * kSlotBytes;
+};
+
+template <int kThreads, int kPieces, int kGroups>
+__global__ void __launch_bounds__(kThreads + 32, 1) combine_down(Experts p) {
+  using Slots = DownRing<kThreads, kPieces>;
+  // rows of so many experts are on their way
+  constexpr int kDepth = kPieces < 4 ? 4 / kPieces : 1, kOwn = (kGroups * 128 + kThreads - 1) / kThreads;
+  constexpr int kChosen = Block<kGroups>::kChosen, kHeld = Block<kGroups>::kHeld;
+  extern __shared__ uint4 down_memory[]; // [kSlots][kOutputs][kPitch] bytes
+  __shared__ Ring<Slots::kSlots> ring;
+  __shared__ float red[kGroups][4 * kThreads];
+  __shared__ float share[kChosen * kHeld]; // of expert u in row r at u * kHeld + r; -1: the row did not choose it
+  __shared__ int list[kChosen];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const Block<kGroups> block(p);
+  // the choice is older than the kernel before this one lets it begin
+  const int *const listed = p.chosen + static_cast<size_t>(blockIdx.y) * (1 + kChosen);
+  const int chosen = load_int(listed);
+  if (warp == kThreads / 32) { // asks for weights, and needs nobody's end
+    if (lane == 0) ring.open(kThreads / 32);
+#pragma unroll
+    for (int k = 0; k < kChosen / 32; k++) list[lane + k * 32] = load_int(listed + 1 + lane + k * 32);
+    __syncwarp();
+    auto ask = [&](int u) {
+      ring.begin(u, kOutputs * Slots::kRowBytes);
+      const bf16 *from = p.down + (static_cast<size_t>(list[u]) * p.columns + blockIdx.x * kOutputs + lane) * Slots::kWidth;
+      char *to = reinterpret_cast<char *>(down_memory) + u % Slots::kSlots * Slots::kSlotBytes + lane * Slots::kPitch;
+      if (lane < kOutputs) copy_bulk(to, from, Slots::kRowBytes, ring.full + u % Slots::kSlots);
+    };
+    int u = 0;
+#pragma unroll 1
+    for (; u < Slots::kSlots && u < chosen; u++) ask(u);
+    __syncthreads();
+#pragma unroll 1
+    for (; u < chosen; u++) ask(u);
+    __syncthreads();
+    return;
+  }
+  const int column = warp * kPieces * kPiece + t * 8;
+  const float *const shares = p.shares + static_cast<size_t>(blockIdx.y) * kChosen * kHeld;
+#pragma unroll
+  for (int i = threadIdx.x; i < kChosen * kHeld; i += kThreads) share[i] = load_float(shares + i);
+  uint4 b[kDepth][kGroups][kPieces];
+  auto rows = [&](int d, int u) { // a row that did not choose the expert is zeros
+#pragma unroll
+    for (int group = 0; group < kGroups; group++) {
+      const int row = group * kRows + g;
+      const bf16 *from = p.hidden + ((static_cast<size_t>(blockIdx.y) * kChosen + u) * kHeld + row) * Slots::kWidth + column;
+      load_group(b[d][group], from, share[u * kHeld + row] >= 0.f);
+    }
+  };
+  __syncthreads();
+  wait_for_predecessor();
+  launch_dependents();
+  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) ++*p.launch; // the kernel that reads it is done
+#pragma unroll
+  for (int d = 0; d < kDepth; d++)
+    if (d < chosen) rows(d, d);
+  float before[kOwn]; // the residual of the outputs that this thread will write
+#pragma unroll
+  for (int k = 0; k < kOwn; k++) {
+    const int own = threadIdx.x + k * kThreads, which = own >> 5 & 3, row = (own >> 7) * kRows + 2 * (own & 3) + (which & 1);
+    const int o = blockIdx.x * kOutputs + (own >> 2 & 7) + (which & 2 ? 8 : 0);
+    before[k] = own < kGroups * 128 && row < block.live && p.residual
+                    ? load_bf16(p.residual + static_cast<size_t>(block.first + row) * p.columns + o) : 0.f;
+  }
+  float4 total[kGroups];
+#pragma unroll
+  for (int group = 0; group < kGroups; group++) total[group] = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
+  for (int first = 0; first < chosen; first += kDepth)
+#pragma unroll
+    for (int d = 0; d < kDepth; d++) {
+      const int u = first + d;
+      if (u >= chosen) continue;
+      ring.await_full(u);
+      const uint4 *top = down_memory + (u % Slots::kSlots * Slots::kSlotBytes + g * Slots::kPitch) / 16 + column / 8;
+      float4 c[kGroups];
+#pragma unroll
+      for (int group = 0; group < kGroups; group++) c[group] = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+      for (int i = 0; i < kPieces; i++) {
+        const uint4 upper = top[i * 4], lower = top[i * 4 + 8 * Slots::kPitch / 16];
+#pragma unroll
+        for (int group = 0; group < kGroups; group++) mma_piece(c[group], upper, lower, b[d][group][i]);
+      }
+      ring.leave(u);
+      if (u + kDepth < chosen) rows(d, u + kDepth);
+#pragma unroll
+      for (int group = 0; group < kGroups; group++) {
+        const float *own = share + u * kHeld + group * kRows + 2 * t;
+        const float w0 = own[0], w1 = own[1];
+        if (w0 >= 0.f) total[group].x = fmaf(w0, c[group].x, total[group].x), total[group].z = fmaf(w0, c[group].z, total[group].z);
+        if (w1 >= 0.f) total[group].y = fmaf(w1, c[group].y, total[group].y), total[group].w = fmaf(w1, c[group].w, total[group].w);
+      }
+    }
+#pragma unroll
+  for (int group = 0; group < kGroups; group++) store_partial<kThreads>(red[group], total[group]);
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < kOwn; k++) {
+    const int own = threadIdx.x + k * kThreads, which = own >> 5 & 3, group = own >> 7, row = group * kRows + 2 * (own & 3) + (which & 1);
+    const int o = blockIdx.x * kOutputs + (own >> 2 & 7) + (which & 2 ? 8 : 0);
+    if (group >= kGroups || row >= block.live) continue;
+    p.y[static_cast<size_t>(block.first + row) * p.columns + o] = __float2bfloat16(sum_partials<kThreads>(red[group], which, own & 31) + before[k]);
+  }
+}
+
+template <int kThreads, int kPieces, int kGroups>
+inline cudaError_t launch_down(const Experts &p, cudaStream_t stream) {
+  constexpr int kHeld = Block<kGroups>::kHeld;
+  if (p.columns % kOutputs) return cudaErrorInvalidValue;
+  const dim3 grid(p.columns / kOutputs, (p.rows + kHeld - 1) / kHeld);
+  return launch(combine_down<kThreads, kPieces, kGroups>, grid, kThreads + 32, DownRing<kThreads, kPieces>::kBytes, stream, 1, p);
+}
+
+} // namespace eagle3
