@@ -24,6 +24,7 @@ from . import (
     norm,
     philox,
     prefill,
+    prefill_packed,
     publish,
     qkv,
     routing,
@@ -153,4 +154,4 @@ FUSED = Ops(
 )
 
 # for passes over a prompt: many rows, causal, never part of a cycle
-PREFILL = replace(FUSED, **prefill.OPERATIONS, **mla_prefill.OPERATIONS)
+PREFILL = replace(FUSED, **prefill.OPERATIONS, **prefill_packed.OPERATIONS, **mla_prefill.OPERATIONS)

@@ -15,7 +15,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import attend, norm, routing
 from . import experts as moe
-from . import experts_int4 as int4
 from . import moe as block_of_experts
 from . import qkv as block
 from .activation import gated
@@ -212,14 +211,6 @@ def experts(x, ids, weights, gate_up, down, activation, residual=None, gate_up_b
     return moe.combine(parts, weights, residual, x)
 
 
-def experts_int4(
-    x, ids, weights, wide, wide_scale, tall, tall_scale, activation, residual=None, hidden=None, shared=None
-):
-    """As kernels.experts_int4.reference; the routed experts are those of FUSED."""
-    y = int4.fused(x, ids, weights, wide, wide_scale, tall, tall_scale, activation, residual)
-    return y if hidden is None else _dense(hidden, shared, None, y)
-
-
 def route(x, norm_weight, eps, gate, rule, bias=None, correction=None, shared=None):
     """As kernels.routing.reference."""
     normed = norm.fused(x, norm_weight, eps)
@@ -307,7 +298,6 @@ OPERATIONS = {
     "qkv": qkv,
     "mlp": mlp,
     "experts": experts,
-    "experts_int4": experts_int4,
     "attention": attention,
     "route": route,
     "attend": attend.composed(qkv, attention),

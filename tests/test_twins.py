@@ -15,7 +15,7 @@ from toys import V, pair
 
 import kernels
 from engine import Sampling, Shape
-from kernels import mla_prefill, prefill
+from kernels import mla_prefill, prefill, prefill_packed
 
 CPU = pytest.mark.interpreter
 GPU = pytest.mark.gpu
@@ -30,7 +30,7 @@ RUNS = [
     )
 ]
 CASES = OTHERS | LATENT
-OPERATIONS = prefill.OPERATIONS | mla_prefill.OPERATIONS
+OPERATIONS = prefill.OPERATIONS | prefill_packed.OPERATIONS | mla_prefill.OPERATIONS
 TOLERANCE = {torch.float32: (2e-5, 1e-4), torch.float16: (4e-3, 1e-2), torch.bfloat16: (3e-2, 3e-2)}
 # what nobody reads, cut off the last two arguments: the cache's slot 0, the backlog's last row
 SCRATCH = {
