@@ -41,14 +41,16 @@ class Packed:
 
 
 NARROW = Packed(16, 32, 4, 2)  # in fp32, whose products are IEEE and run on the FMA units
-SIZES = (Packed(32, 128, 4, 4), Packed(64, 128, 4, 3), Packed(128, 128, 8, 3))
+SIZES = {  # and for how many pairs an expert, on average
+    Packed(32, 64, 4, 4): 24,
+    Packed(64, 128, 4, 3): 96,
+    Packed(128, 128, 8, 3): float("inf"),
+}
 
 
 def of_experts(dtype, pairs, experts):
-    """Sizes of a product whose tiles are pairs of one expert: the smallest that most experts' pairs fit in."""
-    if dtype == torch.float32:
-        return NARROW
-    return next((sizes for sizes in SIZES if pairs <= sizes.rows * experts * 3 // 4), SIZES[-1])
+    """Sizes of a product whose tiles are pairs of one expert."""
+    return NARROW if dtype == torch.float32 else next(sizes for sizes, most in SIZES.items() if pairs <= most * experts)
 
 
 @triton.jit

@@ -46,7 +46,7 @@ def packed(op, make, experts, columns, width):
 def test_every_tile(op, device, dtype, sizes, monkeypatch):
     """Kills: tables made for other tiles; turns of words past a row's last; units stored in another order than their
     weights; programs of units past the last that leave their places as they were; scales a turn late."""
-    monkeypatch.setattr(prefill_packed, "SIZES", (sizes,))
+    monkeypatch.setattr(prefill_packed, "SIZES", {sizes: float("inf")})
     make = Make(dtype, device, 43)
     for rows, columns, width in ((150, 160, 96), (5, 416, 32)):
         given = make.floats(rows, columns), *ragged(make, rows, 5, 2), *packed(op, make, 5, columns, width)
