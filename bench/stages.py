@@ -77,7 +77,6 @@ def warm(engine: Engine, prompt: list, shapes: list[Shape]) -> None:
     """Capture and run every shape once, with stamps and without; prompt: as `each` takes it, here and below."""
     for shape in shapes:
         for profile in (None, Profile()):
-            engine.prepare(shape, len(each(prompt)), profile=profile)
             engine.generate(each(prompt), sampling(2 * shape.path + 1), shape=shape, profile=profile)
 
 
@@ -123,12 +122,18 @@ def routed(
     twin = Engine(twin, engine.options, engine.shape, "off" if engine.graphs.reason else "auto")
     found = {}
     for shape in shapes:
-        twin.prepare(shape, len(each(prompt)))
+        twin.prepare(shape, len(each(prompt)), rows=span(prompt, tokens, shape))
         count.reset()
         twin.generate(each(prompt), sampling(tokens), shape=shape)
         found[shape] = count.means()
         bar.update(1)
     return found
+
+
+def span(prompt: list, tokens: int, shape: Shape) -> tuple[int, int]:
+    """(fewest, most) rows of one request in such a run, those of drafted nodes counted."""
+    lengths = [len(ids) + shape.rows_past_prefix for ids in each(prompt)]
+    return min(lengths), max(lengths) + tokens
 
 
 def alone(engine: Engine, prompt: list[int], tokens: int, shapes: list[Shape], repeats: int, bar) -> dict:
@@ -142,7 +147,8 @@ def alone(engine: Engine, prompt: list[int], tokens: int, shapes: list[Shape], r
             for _ in zip(range(len(prompts) + 1), events, strict=False):  # their first tokens, a first cycle
                 pass
             batch = engine.batch(len(prompts))
-            cycle = engine.programs.cycle(batch, shape, drafter, detail=False, stamped=False)
+            columns = engine.programs.width(span(prompt, 2 * shape.path, shape)[1])
+            cycle = engine.programs.cycle(batch, shape, drafter, detail=False, stamped=False, columns=columns)
             _wait(engine.parts.device)
             kept, times = cycle.state.snapshot(), {stage: [] for stage in Cycle.stages}
             for stage in Cycle.stages if shape != PLAIN else ("verify",):

@@ -1,6 +1,6 @@
 """Static buffers of a cycle: State survives it, Tree dies with it."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -25,7 +25,7 @@ class State:
     """
 
     table: torch.Tensor  # B NP int32 pages; a slot without a request has zeros: all its rows are scratch
-    pages: torch.Tensor  # the columns of it that requests use: all on CUDA, fewer on the CPU where a pass reads all
+    pages: torch.Tensor  # the columns of it that a pass sees
     seq_lens: torch.Tensor  # B   committed rows
     limits: torch.Tensor  # B   rows there may be
     root: torch.Tensor  # B   last emitted token: the next tree's root
@@ -70,10 +70,9 @@ class State:
         state.done.fill_(1)
         return state
 
-    def widen(self, columns):
-        """Let passes see `columns` columns of the page table. On CUDA they see all: kernels stop at the prefix."""
-        if not self.table.is_cuda:
-            self.pages = self.table[:, :columns]
+    def seen(self, columns):
+        """The same tensors, to a pass that sees the first `columns` columns of the page table."""
+        return replace(self, pages=self.table[:, :columns])
 
     @property
     def batch(self):

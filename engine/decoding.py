@@ -54,8 +54,8 @@ def run(o, stop: Interruptions) -> int:
     requests = [(encode(engine, prompt), how) for prompt, how in zip(given, samplings, strict=True)]
     out = Typewriter() if o.batch == 1 else InOrder()
     profile = Profile() if o.profile else None
-    engine.prepare(shape, len(requests), profile=profile, samplings=samplings)
     if shape == AUTO:
+        engine.auto.table(engine.batch(len(requests)))
         say([f"shape auto: one of {', '.join(map(str, engine.auto.candidates()))} a cycle; costs {engine.auto.said()}"])
     if o.compare:
         for warm in (PLAIN, shape):

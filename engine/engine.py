@@ -73,10 +73,11 @@ class Engine:
             engine.prepare(ahead)
         return engine
 
-    def prepare(self, shape, requests=1, profile=None, samplings=()):
+    def prepare(self, shape, requests=1, profile=None, samplings=(), rows=None):
         """Capture the cycle of `shape` for so many requests at once ahead of its first use; nothing on the CPU.
 
-        samplings: how these requests are decoded, where not greedily.
+        samplings: how these requests are decoded, where not greedily; rows: (fewest, most) tokens of one of them, those
+        that a cycle drafts counted, None: any.
         """
         self._idle()
         self._check(shape)
@@ -84,7 +85,7 @@ class Engine:
         batch, rule = self.batch(requests), rule_of(samplings)
         chooser = self._chooser(shape, batch, rule)
         detail, stamped = wanted(samplings) is not None, profile is not None
-        self.programs.prepare(batch, chooser.shapes, detail=detail, stamped=stamped, rule=rule)
+        self.programs.prepare(batch, chooser.shapes, rows, detail=detail, stamped=stamped, rule=rule)
 
     def batch(self, requests):
         """Slots for so many requests: a power of two, at most max_batch."""
@@ -230,16 +231,14 @@ class Engine:
         """Check that all of it can be served, then hand out the events' generator."""
         chunk = self.parts.prefill_chunk
         session = Session(self.programs, self.pool, requests, batch, chooser, chunk, detail=detail, profile=profile)
-        rows = [session.rows(request) for request in requests]
-        for index, need in enumerate(rows):
-            with named(index, len(rows)):
-                self.pool.demand(need)
-        return self._run(session, self.pool.pages_for(max(rows, default=1)))
+        for index, request in enumerate(requests):
+            with named(index, len(requests)):
+                self.pool.demand(session.rows(request))
+        return self._run(session)
 
-    def _run(self, session, columns):
+    def _run(self, session):
         self._idle()
         self._look()
-        session.state.widen(columns)
         session.prepare()
         self._events = session.events()
         yield from self._events

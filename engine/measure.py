@@ -137,7 +137,8 @@ def _prompt(engine):
 
 def _catch_up(engine, batch, width):
     """ms of a catch-up's pass between others; all its rows are padding, which costs what others cost."""
-    program, device, times = engine.programs.catch_up(batch, engine.drafter, width), engine.parts.device, []
+    programs, device, times = engine.programs, engine.parts.device, []
+    program = programs.catch_up(batch, engine.drafter, width, programs.widths[0])
     for _ in range(1 + ROUNDS):
         _wait(device)
         began = time.perf_counter()

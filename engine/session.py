@@ -83,26 +83,29 @@ class Session:
         self.ends = [torch.cuda.Event() if cuda else None for _ in range(self.state.AHEAD)]
         self.rule, self.logprobs = rule_of(r.sampling for r in requests), wanted(r.sampling for r in requests)
         self.lag = 1  # rows the drafter may be behind, at most
+        self.flight = deque()  # cycles launched and not yet read
 
     def prepare(self):
-        """Capture every shape that may come, so that no cycle has to wait for it."""
-        if len(self.chooser.shapes) > 1:
-            stamped = self.profile is not None
-            shapes = self.chooser.shapes
-            self.programs.prepare(self.batch, shapes, detail=self._logits(), stamped=stamped, rule=self.rule)
+        """Capture every program that may come, so that no cycle has to wait for it."""
+        if waiting := [request for request in self.requests if request.limit > 1]:
+            shapes, stamped = self.chooser.shapes, self.profile is not None
+            rows = (
+                min(len(r.ids) for r in waiting) + min(s.rows_past_prefix for s in shapes),
+                max(map(self.rows, waiting)),
+            )
+            self.programs.prepare(self.batch, shapes, rows, detail=self._logits(), stamped=stamped, rule=self.rule)
 
     def events(self):
         """Generator of Event; closing it frees every page and empties every slot."""
         try:
             self.state.turn.zero_()  # after whatever an earlier session has left on the stream
-            flight = deque()  # cycles launched and not yet read
             ahead = self.state.AHEAD - 1 if self.parts.device.type == "cuda" else 0
-            while self.waiting or any(self.slots) or flight:
+            while self.waiting or any(self.slots) or self.flight:
                 yield from self._seat()
                 if any(r and not r.finished for r in self.slots):
-                    flight.append(self._launch())
-                if flight and (len(flight) > ahead or not any(r and not r.finished for r in self.slots)):
-                    yield from self._read(flight.popleft())
+                    self.flight.append(self._launch())
+                if self.flight and (len(self.flight) > ahead or not any(r and not r.finished for r in self.slots)):
+                    yield from self._read(self.flight.popleft())
                 self._release()
             if (failed := NonFinite.of(self.requests)) is not None:
                 raise failed
@@ -144,7 +147,8 @@ class Session:
         p, s = self.parts, self.state
         request.begin()
         tokens = torch.tensor([request.ids], device=p.device)
-        table = torch.zeros(1, s.pages.shape[1], dtype=torch.int32, device=p.device)
+        columns = self.programs.prompt_columns(len(request.pages))
+        table = torch.zeros(1, columns, dtype=torch.int32, device=p.device)
         table[0, : len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32, device=p.device)
         target, drafter = self.programs.for_prompts(self.drafter)
         logits = torch.zeros(1, target.head.vocabulary, device=p.device) if self._logits() else None
@@ -173,14 +177,17 @@ class Session:
 
     def _launch(self):
         shape = self.chooser.choose([r for r in self.slots if r and not r.finished], self.lag)
+        columns = self._columns(shape)
         behind = self.drafter is not None and self.lag > (self.chooser.backlog - 1 if shape == PLAIN else shape.path)
         if behind:
-            catch_up = self.programs.catch_up(self.batch, self.drafter, self.lag - 1)
+            catch_up = self.programs.catch_up(self.batch, self.drafter, self.lag - 1, columns)
             self.programs.graphs.run(catch_up, self.batch, "catch-up", catch_up.stages)
             self.lag = 1
         stamped = self.profile is not None
         keep = self._logits()
-        cycle = self.programs.cycle(self.batch, shape, self.drafter, detail=keep, stamped=stamped, rule=self.rule)
+        cycle = self.programs.cycle(
+            self.batch, shape, self.drafter, detail=keep, stamped=stamped, rule=self.rule, columns=columns
+        )
         self.programs.graphs.run(cycle, self.batch, shape, Cycle.stages)
         self.lag = shape.path if shape != PLAIN else self.lag + 1
         row = self.launched % self.state.AHEAD
@@ -193,6 +200,13 @@ class Session:
         if self.logprobs is not None:
             report.logprobs = Logprobs.of(cycle.tree, self.state.emitted, self.logprobs)
         return report
+
+    def _columns(self, shape):
+        """Columns of the page table that hold all rows which a cycle of `shape` may see or write, whatever the cycles
+        that are under way emit."""
+        ahead = sum(report.shape.path for report in self.flight)
+        rows = [min(len(r.ids) + len(r.token_ids) + ahead, len(r.ids) + r.limit) - 1 for r in self.slots if r]
+        return self.programs.width(max(rows) + shape.rows_past_prefix)
 
     def _read(self, report):
         """Hand out one cycle's tokens, request by request."""

@@ -308,7 +308,8 @@ def test_a_replaced_weight_drops_the_captures(toys, place):
     engine.generate(TEXT[:9], sampling, shape=CHAIN)
 
     def capture():
-        cycle = engine.programs.cycle(1, CHAIN, engine.drafter, detail=False, stamped=False)
+        columns = engine.programs.widths[0]
+        cycle = engine.programs.cycle(1, CHAIN, engine.drafter, detail=False, stamped=False, columns=columns)
         entry = Entry(1, str(CHAIN), Cycle.stages, None, Captured(cycle, log))
         engine.graphs.entries[1, CHAIN, id(cycle), Cycle.stages] = entry
 

@@ -59,7 +59,6 @@ def switching(engine, prompts, shapes, cap):
     """Decode with a shape for each launch, in turn; -> requests, in order."""
     requests = [request_of(engine.parts, i, p, Sampling(max_new_tokens=cap)) for i, p in enumerate(prompts)]
     session = Session(engine.programs, engine.pool, requests, len(prompts), InTurn(shapes), 32)
-    engine.programs.state(len(prompts)).widen(engine.pool.pages_for(max(map(session.rows, requests))))
     for _ in session.events():
         pass
     return requests

@@ -10,6 +10,7 @@ from oracles import Replay
 import kernels
 from bench.chain import chain
 from engine import Engine, Sampling, Shape
+from engine.cycle import Cycle
 from engine.profile import Profile
 from engine.session import NonFinite, Session
 from engine.shape import PLAIN
@@ -91,6 +92,33 @@ def test_scattered_paths_are_lossless_to_the_bit(qwen, plain_qwen, shape):
     nodes in node order, commits that move wrong rows, splits that follow the sequence's length."""
     accepted = lossless(qwen, prompts_of(qwen), shape, plain_qwen)
     assert shape.steps < 4 or accepted > 2.5
+
+
+@pytest.mark.parametrize("shape", [PLAIN, Shape(3, 1, 4), Shape(4, 4, 16)], ids=str)
+def test_short_tables_are_left_without_a_trace(demo, shape, monkeypatch):
+    """A request that outgrows the programs of short tables, and a short one beside it that goes back to them: ids and
+    logits of programs over the whole table, all of them captured before the first cycle. Kills a table's width that
+    changes a bit, a view of the table read with its own width as stride, rows past a short table."""
+    prompts = [torch.randint(0, demo.target.head.vocabulary, (n,)).tolist() for n in (890, 40)]
+    programs = demo.programs
+    for group in ([0], [0, 1]):
+        own = [prompts[i] for i in group]
+        how = [Sampling(max_new_tokens=TOKENS, ignore_eos=True)] * len(own)
+        events = demo.stream_all(own, how, shape=shape, details=True)
+        next(events)
+        captured = set(programs.cycles)
+        events.close()
+        ids, logits, _ = decoded(demo, own, shape)
+        assert set(programs.cycles) == captured
+        counts = {key[3]: 0 for key in programs.cycles}
+        for key, cycle in programs.cycles.items():
+            entry = demo.graphs.entries[key[0], key[1], id(cycle), Cycle.stages]
+            counts[key[3]] += entry.replays if key[1] == shape else 0
+        assert len(counts) == 2 and all(counts.values())
+        with monkeypatch.context() as patch:
+            patch.setattr(programs, "widths", (programs.columns,))
+            want_ids, want_logits, _ = decoded(demo, own, shape)
+        assert ids == want_ids and all(map(torch.equal, logits, want_logits))
 
 
 def test_one_graph_launch_a_cycle(demo):

@@ -1,4 +1,4 @@
-"""What ptxas makes of csrc: projections ask for their weights before they wait for others. Needs nvcc, no GPU."""
+"""What ptxas makes of csrc: kernels ask for their weights and gains before they wait for others. Needs nvcc, no GPU."""
 
 import re
 import shutil
@@ -10,7 +10,7 @@ import triton
 
 from kernels import native
 
-UNIT = """
+PROJECTIONS = """
 #include "fewrows/project.cuh"
 using namespace eagle3;
 int used(const Projection &p) {
@@ -18,7 +18,12 @@ int used(const Projection &p) {
          launch_long<8, false>(p, 132, nullptr) + launch_staged<14, false>(p, 132, nullptr);
 }
 """
-WEIGHTS, WAIT = "LDG.E.NA", "ACQBULK"
+SUMS = """
+#include "allreduce/allreduce.cuh"
+using namespace eagle3;
+int used(const Links &l, const Reduction &r) { return reduce<2>(l, r, 0, 132, 0) + reduce<8>(l, r, 0, 132, 0); }
+"""
+WAIT = "ACQBULK"
 
 
 def functions(cubin):
@@ -30,15 +35,19 @@ def functions(cubin):
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
-def test_weights_are_asked_for_before_the_wait(tmp_path):
-    """Kills weights loaded by `ld.global.nc`: ptxas moves those behind griddepcontrol.wait."""
-    (tmp_path / "unit.cu").write_text(UNIT)
+@pytest.mark.parametrize(
+    "unit, kernel, count, load, least", [(PROJECTIONS, "", 8, "LDG.E.NA", 8), (SUMS, "reduce_rows", 4, "LDG.E.128", 1)]
+)
+def test_weights_are_asked_for_before_the_wait(unit, kernel, count, load, least, tmp_path):
+    """Of projections; and the gains of a sum's norm. Kills weights loaded by `ld.global.nc`, which ptxas may move
+    behind griddepcontrol.wait, and gains loaded after it."""
+    (tmp_path / "unit.cu").write_text(unit)
     made = tmp_path / "unit.cubin"
     command = ["nvcc", "-std=c++17", "-O3", "-arch=sm_90a", "-cubin", "-I", native.sources(), "-o", made]
     subprocess.run([*command, tmp_path / "unit.cu"], check=True, capture_output=True)
-    found = functions(made)
-    assert len(found) >= 8
+    found = {name: code for name, code in functions(made).items() if kernel in name}
+    assert len(found) >= count
     for name, code in found.items():
         wait = next(i for i, line in enumerate(code) if WAIT in line)
-        early = sum(WEIGHTS in line for line in code[:wait])
-        assert early >= 8, f"{name}: {early} loads of weights before the wait"
+        early = sum(load in line for line in code[:wait])
+        assert early >= least, f"{name}: {early} loads of weights before the wait"

@@ -9,7 +9,6 @@ from toys import V, disturb, pair
 
 from engine import Engine, pieces
 from engine.batch import Batch
-from engine.buffers import State
 from engine.pieces import Pieces
 from engine.programs import Programs
 
@@ -30,7 +29,7 @@ def widen(monkeypatch):
     """Function: from now on pieces of up to 3 rows are passes of 3, longer ones of 16. -> Launched. The page table is
     whole, as on a GPU."""
     monkeypatch.setattr(pieces, "WIDTHS", (3, 16))
-    monkeypatch.setattr(State, "widen", lambda *_: None)
+    monkeypatch.setattr(Programs, "prompt_columns", lambda programs, pages: programs.columns)
     graphs = Launched()
 
     def forward(programs, target):

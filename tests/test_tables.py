@@ -1,0 +1,114 @@
+"""Programs over page tables of several widths: a session takes those of the narrowest table that holds its rows."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from oracles import Replay
+from toys import V, disturb, pair
+
+from engine import Sampling, Shape
+from engine.asking import request_of
+from engine.chooser import Fixed
+from engine.programs import widths
+from engine.session import Session
+from engine.shape import PLAIN
+from kernels import native
+
+SHAPES = [PLAIN, Shape(3, 1, 4), Shape(4, 2, 8)]
+PROMPTS = [[(11 * i + 3) % V for i in range(n)] for n in (90, 7)]
+CAPS = (180, 300)
+
+
+class Inside(Replay):
+    """Right at 7 of 10 nodes; `seen`: the columns of every cycle's table, each of which must hold the cycle's rows."""
+
+    def propose(self, state, tree, cache):
+        super().propose(state, tree, cache)
+        columns = state.pages.shape[1]
+        assert int(state.seq_lens.max()) + tree.shape.rows_past_prefix <= columns * cache.page_size
+        self.seen.append(columns)
+
+
+@pytest.fixture(scope="module")
+def engine(toys):
+    return pair(toys.history(), toys.random_draft(), max_context=512)
+
+
+@pytest.fixture(scope="module")
+def plain(engine):
+    """Ids of each prompt alone, by programs over the whole table."""
+    engine.programs.widths = engine.programs.widths[-1:]
+    ids = [
+        engine.generate(p, Sampling(max_new_tokens=n), shape=PLAIN).token_ids
+        for p, n in zip(PROMPTS, CAPS, strict=True)
+    ]
+    engine.programs.widths = widths(engine.programs.columns, 16, engine.parts.device)
+    return ids
+
+
+def test_widths():
+    """On a GPU the table whose attention has a kernel of its own, and all; on the CPU doubled. Mutants: a short table
+    of more positions than that kernel takes; a width of no column or beyond the table."""
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert widths(516, 16, cuda) == (60, 516) and widths(129, 64, cuda) == (15, 129)
+    assert native.SHORT == 960 and widths(12, 100, cuda) == (9, 12)
+    assert widths(60, 16, cuda) == (60,) and widths(9, 1024, cuda) == (9,)
+    assert widths(36, 16, cpu) == (8, 16, 32, 36) and widths(3, 500, cpu) == (1, 2, 3)
+    assert widths(8, 16, cpu) == (8,)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("which", [(0,), (1,), (0, 1)], ids=str)
+def test_tables_widen_under_a_request(engine, plain, shape, which):
+    """Alone, and a short one beside a longer one that ends first: plain ids, every row inside its table, the narrowest
+    programs at every length. Mutants: the rows of drafted nodes forgotten; the first request's length for all; tables
+    that never get narrower again; a width chosen once a session."""
+    texts = [prompt + ids for prompt, ids in zip(PROMPTS, plain, strict=True)]
+    drafter, engine.drafter = engine.drafter, Inside(texts, V, 0.7, seed=2)
+    engine.drafter.seen = seen = []
+    disturb(engine, float("nan"))
+    try:
+        how = [Sampling(max_new_tokens=CAPS[i]) for i in which]
+        results = engine.generate([PROMPTS[i] for i in which], how, shape=shape)
+    finally:
+        engine.drafter = drafter
+    assert [r.token_ids for r in results] == [plain[i] for i in which]
+    if shape != PLAIN:
+        runs = [columns for at, columns in enumerate(seen) if at == 0 or seen[at - 1] != columns]
+        assert runs == {(0,): [8, 16, 32], (1,): [8, 16, 32], (0, 1): [8, 16, 32, 16, 32]}[which]
+
+
+def test_what_is_captured_ahead(engine):
+    """At a session's opening the programs that it may take and no others. Mutants: all widths; the widest alone; the
+    prompt's length without the nodes behind it."""
+    shape, programs = Shape(3, 1, 4), engine.programs
+    for length, tokens, want in (
+        (20, 50, {8}),
+        (20, 110, {8, 16}),
+        (124, 100, {8, 16}),
+        (125, 100, {16}),
+        (9, 1, set()),
+    ):
+        programs.drop(engine.drafter)
+        events = engine.stream([1] * length, Sampling(max_new_tokens=tokens), shape=shape, details=False)
+        next(events)
+        assert {key[3] for key in programs.cycles if key[1] == shape} == want, (length, tokens)
+        events.close()
+    programs.drop(engine.drafter)
+    engine.prepare(shape)
+    assert {key[3] for key in programs.cycles if key[1] == shape} == set(programs.widths)
+    trees = {id(cycle.tree) for key, cycle in programs.cycles.items() if key[1] == shape}
+    assert len(trees) == 1
+
+
+@pytest.mark.parametrize("emitted, flight, want", [(105, 0, 8), (106, 0, 16), (101, 1, 8), (102, 1, 16), (240, 1, 16)])
+def test_cycles_under_way_count(engine, emitted, flight, want):
+    """The host knows what was emitted before the cycles under way, each of which may emit a whole path; but no request
+    gets longer than its limit. Mutants: cycles under way not counted; more rows than a request can have."""
+    shape, how = Shape(3, 1, 4), Sampling(max_new_tokens=233)
+    request = request_of(engine.parts, 0, [1] * 20, how)
+    session = Session(engine.programs, engine.pool, [request], 1, Fixed(shape), 32)
+    request.token_ids, session.slots = [1] * emitted, [request]
+    session.flight.extend([SimpleNamespace(shape=shape)] * flight)
+    assert session._columns(shape) == want  # 20 + emitted - 1 committed rows, 4 for each cycle, 4 nodes
