@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
-from engine import Engine
+from engine import Engine, interrupt
 from engine.auto import AUTO
 from engine.compare import Taken, turns
 from engine.options import DEMO, Parser, least
@@ -198,9 +198,8 @@ def run(o, command: str) -> tuple[list[str], list[str]]:
     return lines, short(figures) if o.check else []
 
 
-def main(argv: list[str] | None = None) -> int:
+def judged(argv: list[str]) -> int:
     """The command line; returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
     try:
         lines, missed = run(parse(argv), shlex.join(["python", "-m", "bench.auto", *argv]))
     except Refused as error:
@@ -209,6 +208,11 @@ def main(argv: list[str] | None = None) -> int:
     print("\n".join(lines))
     print("".join(f"{line}\n" for line in missed), end="", file=sys.stderr)
     return 1 if missed else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code, 1 where it was interrupted."""
+    return interrupt.command(lambda _: judged(sys.argv[1:] if argv is None else argv))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import shlex
 import sys
 
-from engine import launch
+from engine import interrupt, launch
 from engine.links import REDUCTIONS
 from engine.options import least
 from engine.plan import DRAFT_TP
@@ -47,7 +47,7 @@ def options(parser, argv):
 
 def main(name, parse, run, argv, ranks=True):
     """Run `python -m name`, as ranks where --tp or torchrun says so; returns the exit code: 0; 1 for what
-    Failed; 2 for what is refused.
+    Failed or was interrupted; 2 for what is refused.
 
     Args:
         parse: argv -> options; run: (options, command as it would be typed) -> figures or lines to print.
@@ -55,18 +55,21 @@ def main(name, parse, run, argv, ranks=True):
     """
     argv = sys.argv[1:] if argv is None else argv
 
-    def body():
+    def body(o):
         said = run(o, shlex.join(["python", "-m", name, *argv]))
         print("\n".join(line if isinstance(line, str) else line.line() for line in said))
         return 0
 
-    try:
-        o = parse(argv)
-        if launched() is not None:
-            return launch.guarded(body)
-        if ranks and getattr(o, "tp", 1) > 1:
-            return launch.command(name, argv, o.tp)
-        return body()
-    except (Refused, Failed) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, Refused) else 1
+    def answer(_):
+        try:
+            o = parse(argv)
+            if launched() is not None:
+                return launch.guarded(lambda: body(o))
+            if ranks and getattr(o, "tp", 1) > 1:
+                return launch.command(name, argv, o.tp)
+            return body(o)
+        except (Refused, Failed) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2 if isinstance(error, Refused) else 1
+
+    return interrupt.command(answer)

@@ -12,6 +12,7 @@ import time
 import torch
 from tqdm import tqdm
 
+from engine import interrupt
 from engine.decoding import Quiet, decode
 from engine.device import device_of
 from engine.engine import Engine
@@ -262,9 +263,8 @@ def short(values: dict[str, float]) -> list[str]:
     return lines
 
 
-def main(argv: list[str] | None = None) -> int:
+def judged(argv: list[str]) -> int:
     """The command line; returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
     try:
         o = parse(argv)
         figures = run(o, argv)
@@ -275,6 +275,11 @@ def main(argv: list[str] | None = None) -> int:
     missed = short({figure.name: figure.value for figure in figures}) if o.check else []
     print("".join(f"SHORT: {line}\n" for line in missed), end="", file=sys.stderr)
     return 1 if missed else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code, 1 where it was interrupted."""
+    return interrupt.command(lambda _: judged(sys.argv[1:] if argv is None else argv))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@ why, and how often it names the target's own next token under every reading of i
 Exit codes: 0; 3 where another reading is clearly better than the one in force; 2 refused; 1 failed."""
 
 import argparse
-import os
 import sys
 
 import torch
@@ -12,7 +11,7 @@ from tqdm import tqdm
 from weights.capture import FINAL
 from weights.config import Refused
 
-from . import prompts
+from . import interrupt, prompts
 from .device import DTYPES
 from .engine import Engine
 from .launch import guarded
@@ -143,22 +142,21 @@ def run(o) -> int:
     return 3 if verdict.wrong else 0
 
 
-def main(argv: list[str] | None = None) -> int:
+def command(argv: list[str]) -> int:
     """The command line; returns the exit code."""
     try:
-        o = parse(sys.argv[1:] if argv is None else argv)
+        o = parse(argv)
         if launched() is not None:
             return guarded(lambda: run(o))
         return spawn(run, o.tp, o)[0] if o.tp > 1 else run(o)
     except (Refused, RankFailed) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, Refused) else 1
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return 1
-    except BrokenPipeError:  # whoever read stdout has left: what is still buffered has nowhere to go
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code, 1 where it was interrupted."""
+    return interrupt.command(lambda _: command(sys.argv[1:] if argv is None else argv))
 
 
 if __name__ == "__main__":

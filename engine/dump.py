@@ -17,7 +17,7 @@ from weights.capture import boundaries, usual
 from weights.config import Refused
 from weights.dump import Plan, Sequence, Writer
 
-from . import prompts
+from . import interrupt, prompts
 from .device import DTYPES, device_of, dtype_of
 from .engine import Engine
 from .forced import Teacher
@@ -187,20 +187,23 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def main(argv: list[str] | None = None) -> int:
+def command(argv: list[str]) -> int:
     """The command line; returns the exit code."""
     try:
-        run(parse(sys.argv[1:] if argv is None else argv))
+        run(parse(argv))
     except Refused as error:
         say(f"error: {error}")
         return 2
     except (OSError, RankFailed) as error:
         say(f"error: {error}")
         return 1
-    except KeyboardInterrupt:
-        say("error: interrupted; the same command goes on")
-        return 1
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code, 1 where it was interrupted."""
+    own = sys.argv[1:] if argv is None else argv
+    return interrupt.command(lambda _: command(own), "interrupted; the same command goes on")
 
 
 if __name__ == "__main__":

@@ -2,14 +2,33 @@
 reference's callback or a library's own it is printed and forgotten."""
 
 import contextlib
+import os
 import signal
+import sys
 import threading
+
+SOON = 0.02  # seconds until what was forgotten comes again
+
+
+def command(body, said="interrupted"):
+    """The exit code of a command line: body(Interruptions) gives it; 1 where it is interrupted, which is `said` on
+    stderr, or where whoever read stdout has left."""
+    try:
+        with Interruptions() as stop:
+            return body(stop)
+    except KeyboardInterrupt:
+        exec("")  # where it passed a text being executed, `python -m` ends by SIGINT; unless another is executed
+        print(f"error: {said}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # what is still buffered has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 class Interruptions:
     """What the first SIGINT does while this is entered: it raises KeyboardInterrupt at once or, in the steps of
-    `between`, at the next border; if that is forgotten, again at the next border or `look`. The second one ends the
-    process, whatever it waits for.
+    `between`, at the next border; if that is forgotten, again a moment later where Python tells, else at the next
+    border or `look`. The second one ends the process, whatever it waits for.
 
     Only where Python's own handler would have answered: not for a background job, which its shell had ignore SIGINT,
     nor under a handler of somebody's own, nor outside the main thread.
@@ -17,17 +36,21 @@ class Interruptions:
 
     def __init__(self):
         self.come = self.waits = self.ours = False
+        self.hook = self.again = None
 
     def __enter__(self):
         main = threading.current_thread() is threading.main_thread()
         self.ours = main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if self.ours:
             signal.signal(signal.SIGINT, self._take)
+            self.hook, sys.unraisablehook = sys.unraisablehook, self._forgotten
         return self
 
     def __exit__(self, *_):
         if self.ours:
+            self._once()
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            sys.unraisablehook = self.hook
 
     def _take(self, number, frame):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -35,9 +58,23 @@ class Interruptions:
         if not self.waits:
             raise KeyboardInterrupt
 
+    def _forgotten(self, lost):
+        if lost.exc_type is not KeyboardInterrupt or not self.come:
+            return self.hook(lost)
+        signal.signal(signal.SIGINT, self._take)
+        to = threading.main_thread().ident, signal.SIGINT
+        self.again = threading.Timer(SOON, signal.pthread_kill, to)
+        self.again.daemon = True
+        self.again.start()
+
+    def _once(self):
+        if self.again is not None:
+            self.again.cancel()
+
     def look(self):
         """Raise KeyboardInterrupt where one has come."""
         if self.come:
+            self._once()
             raise KeyboardInterrupt
 
     @contextlib.contextmanager

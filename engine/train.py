@@ -16,6 +16,7 @@ import torch
 from weights.config import Eagle3Config, Refused
 from weights.deepseek import language
 
+from . import interrupt
 from .device import device_of
 from .forced import PAGE
 from .lessons import FromDump, FromText
@@ -273,9 +274,8 @@ def say(line):
     print(line, flush=True)
 
 
-def main(argv=None):
+def command(argv):
     """The command line; returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
     try:
         o = parse(argv)
         if o.device.type == "cuda":
@@ -284,10 +284,15 @@ def main(argv=None):
     except Refused as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (FloatingPointError, KeyboardInterrupt) as error:
-        print(f"error: {error or 'interrupted'}", file=sys.stderr)
+    except FloatingPointError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def main(argv=None):
+    """The command line; returns the exit code, 1 where it was interrupted."""
+    return interrupt.command(lambda _: command(sys.argv[1:] if argv is None else argv))
 
 
 if __name__ == "__main__":

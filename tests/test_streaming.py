@@ -4,10 +4,12 @@
 import contextlib
 import ctypes
 import gc
+import importlib
 import os
 import signal
 import subprocess
 import sys
+import time
 import weakref
 from pathlib import Path
 
@@ -412,6 +414,28 @@ def test_ctrl_c_where_python_forgets_exceptions(toys, place, capsys, monkeypatch
     assert main(argv) == 1 and len(shown) == 5
     out, err = capsys.readouterr()
     assert not out and err.endswith("error: interrupted\n")
+
+
+@pytest.mark.usefixtures("attended")
+@pytest.mark.parametrize("place", [ctrl_c, in_a_destructor, in_a_weak_reference, in_a_callback])
+@pytest.mark.parametrize("name", ["diagnose", "dump", "train", "chain", "auto", "demo"])
+def test_ctrl_c_ends_every_command(name, place, capsys, monkeypatch):
+    """While it loads, wherever it comes. Mutants: Python's own handler; what is forgotten stays so; a command without
+    the common entry."""
+    module = importlib.import_module(f"{'engine' if name in ('diagnose', 'dump', 'train') else 'bench'}.{name}")
+    hook = sys.unraisablehook
+
+    def loads(*_):
+        place()
+        for _ in range(1000):
+            time.sleep(0.01)
+        raise AssertionError("it was forgotten")
+
+    monkeypatch.setattr(module, "parse", loads)
+    assert module.main([]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: interrupted") and err.count("\n") == 1
+    assert (signal.getsignal(signal.SIGINT), sys.unraisablehook) == (signal.default_int_handler, hook)
 
 
 def test_ctrl_c_that_nobody_waits_for(toys, capsys, monkeypatch, attended):
