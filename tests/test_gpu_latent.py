@@ -64,7 +64,7 @@ def test_fused_operations_give_the_ids_of_transformers(toys, name, changes):
     logits = DeepSeek(toys, path)(prompt + text[:-1])[0][len(prompt) - 1 :]
     best = logits.topk(2).values
     sure = best[:, 0] - best[:, 1] > 1e-3
-    assert (logits.argmax(-1) == torch.tensor(text))[sure].all()
+    assert sure.sum() > 50 and (logits.argmax(-1) == torch.tensor(text))[sure].all()
     for shape in (Shape(3, 1, 4), Shape(4, 4, 16)):
         assert engine.generate(prompt, sampling, shape=shape).token_ids == text
 

@@ -1,6 +1,7 @@
 """The structs of csrc as ctypes sees them have the sizes and places that nvcc gives them. Needs nvcc, no GPU."""
 
 import ctypes
+import re
 import shutil
 import subprocess
 
@@ -24,20 +25,24 @@ COMPARED = {struct for several in STRUCTS.values() for struct in several}
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
 def test_structs_are_those_of_csrc(tmp_path):
-    """Kills a field added, left out or moved on one side only: the kernel would read its neighbour."""
+    """Every field by its name. Kills one added, left out, moved or swapped on one side only: the kernel would read its
+    neighbour."""
     wanted = {struct.__name__: struct for struct in COMPARED}
     lines = [f'#include "{native.sources()}/{name}.cuh"' for name in STRUCTS]
     lines += ["#include <cstddef>", "#include <cstdio>", "int main() {"]
     for name, struct in wanted.items():
-        last = struct._fields_[-1][0]
-        lines.append(f'std::printf("{name} %zu %zu\\n", sizeof(eagle3::{name}), offsetof(eagle3::{name}, {last}));')
+        lines.append(f'std::printf("{name} %zu\\n", sizeof(eagle3::{name}));')
+        for field, _ in struct._fields_:
+            place = re.sub(r"(\d+)$", r"[\1]", field)  # a rank's inbox is one of an array
+            lines.append(f'std::printf("{name}.{field} %zu\\n", offsetof(eagle3::{name}, {place}));')
     (tmp_path / "sizes.cu").write_text("\n".join([*lines, "}"]))
     alone = "-gencode=arch=compute_90,code=compute_90"  # the host runs it: nothing for a GPU to assemble
     command = ["nvcc", "-std=c++17", alone, "-o", str(tmp_path / "sizes"), str(tmp_path / "sizes.cu")]
     subprocess.run(command, check=True, capture_output=True)
     said = subprocess.run([str(tmp_path / "sizes")], check=True, capture_output=True, text=True).stdout
-    found = {name: (int(size), int(last)) for name, size, last in map(str.split, said.splitlines())}
-    own = {n: (ctypes.sizeof(s), getattr(s, s._fields_[-1][0]).offset) for n, s in wanted.items()}
+    found = {name: int(number) for name, number in map(str.split, said.splitlines())}
+    own = {name: ctypes.sizeof(struct) for name, struct in wanted.items()}
+    own |= {f"{name}.{field}": getattr(s, field).offset for name, s in wanted.items() for field, _ in s._fields_}
     assert found == own
 
 
