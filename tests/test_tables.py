@@ -4,10 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from latent_toys import KIMI, deepseek
 from oracles import Replay
 from toys import V, disturb, pair
 
-from engine import Sampling, Shape
+import kernels
+from engine import Sampling, Shape, programs
 from engine.asking import request_of
 from engine.chooser import Fixed
 from engine.programs import widths
@@ -112,3 +114,18 @@ def test_cycles_under_way_count(engine, emitted, flight, want):
     request.token_ids, session.slots = [1] * emitted, [request]
     session.flight.extend([SimpleNamespace(shape=shape)] * flight)
     assert session._columns(shape) == want  # 20 + emitted - 1 committed rows, 4 for each cycle, 4 nodes
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("kind", ["grouped", "latent"])
+def test_fused_operations_see_part_of_a_table(toys, kind, monkeypatch):
+    """Two rows of a table that is wider than what a pass sees of it. Mutant: the width of the view taken for the step
+    from one sequence's pages to the next one's."""
+    monkeypatch.setattr(programs, "NARROW", 16)
+    path = toys.history() if kind == "grouped" else deepseek(toys, num_hidden_layers=1, **KIMI)
+    asked = [[5, 9, 2, 7, 1, 30, 4, 8, 6, 3, 11], [4, 7]], Sampling(max_new_tokens=8, ignore_eos=True)
+    found = []
+    for table in (kernels.REFERENCE, kernels.FUSED):
+        engine = pair(path, page_size=16, max_context=64, ops=table, dtype="float32")
+        found.append([r.token_ids for r in engine.generate(*asked, shape=PLAIN)])
+    assert found[0] == found[1] and {key[3] for key in engine.programs.cycles} == {1, 2}
