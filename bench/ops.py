@@ -34,11 +34,15 @@ SMALL = 4 << 20  # bytes; a smaller argument is copied, and put back before ever
 # arguments that are not read whole: of experts those that were chosen, of a cache what is committed and what is written
 EXPERTS = ("gate_up", "gate_up_scale", "gate_up_bias", "down", "down_scale", "down_bias")
 CACHED = ("qkv", "attention", "attend", "mla_qkv", "mla_attention")
-PARTLY = dict.fromkeys(("experts", "experts_int4", "experts_fp8", "experts_mxfp4", "moe"), EXPERTS)
+PARTLY = dict.fromkeys(("experts", "experts_int4", "experts_fp8", "experts_mxfp4", "moe", "moe_int4"), EXPERTS)
 PARTLY |= dict.fromkeys(CACHED, ("k_plane", "v_plane", "plane", "cos_sin", "pages")) | {"commit": ("storage", "pages")}
 PARTLY |= dict.fromkeys(("embed", "embed_share", "draft_input"), ("table",))
 RANKS = 8  # whose rows `total` adds up here
-COMPOSED = {"attend": (attend, "qkv", "attention"), "moe": (moe, "route", "experts")}  # noted whole, and in their parts
+COMPOSED = {  # noted whole, and in their parts
+    "attend": (attend.composed, "qkv", "attention"),
+    "moe": (moe.composed, "route", "experts"),
+    "moe_int4": (moe.composed_int4, "route", "experts_int4"),
+}
 
 
 @dataclass
@@ -102,8 +106,8 @@ class Recorder:
     def __init__(self, ops: Ops):
         self.calls, self.on, self.lasting = {}, False, set()
         own = {f.name: self._noted(f.name, getattr(ops, f.name)) for f in dataclasses.fields(ops)}
-        for name, (kind, first, second) in COMPOSED.items():
-            own[name] = self._noted(name, kind.composed(own[first], own[second]))
+        for name, (composed, first, second) in COMPOSED.items():
+            own[name] = self._noted(name, composed(own[first], own[second]))
         self.ops = dataclasses.replace(ops, **own)
 
     def _noted(self, field, operation):

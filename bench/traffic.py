@@ -1,6 +1,6 @@
 """Which experts a pass really read, counted on the device, and the bytes that a pass must read from memory."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -36,7 +36,7 @@ class Routed:
     def table(cls, ops, config, device):
         """-> the counter, and the table `ops` with it in place of its routing; config: of a target with experts."""
         count = cls(ops.route, config.layers, config.experts, device)
-        return count, replace(ops, route=count, moe=moe.composed(count, ops.experts))
+        return count, moe.routed_by(ops, count)
 
     def reset(self):
         """Count from here."""

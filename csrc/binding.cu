@@ -53,8 +53,9 @@ EAGLE3_API int eagle3_route(const eagle3::Router *p, int blocks, cudaStream_t st
   return static_cast<int>(eagle3::routed(*p, blocks, stream));
 }
 
-EAGLE3_API int eagle3_int4_experts(const eagle3::Int4Experts *p, int blocks, cudaStream_t stream) {
-  return static_cast<int>(eagle3::int4_experts(*p, blocks, stream));
+// router: null where rows come routed.
+EAGLE3_API int eagle3_int4_experts(const eagle3::Int4Experts *p, const eagle3::Router *router, int blocks, cudaStream_t stream) {
+  return static_cast<int>(eagle3::int4_experts(*p, router ? *router : eagle3::Router{}, blocks, stream));
 }
 
 EAGLE3_API int eagle3_fp4_experts(const eagle3::Fp4Experts *p, int blocks, cudaStream_t stream) {

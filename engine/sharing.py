@@ -1,6 +1,6 @@
 """Ways to share a model out other than cutting every tensor: whole experts to each rank, a whole draft on all."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
 
@@ -55,8 +55,7 @@ class DealtExperts(Experts):
             stand_in = torch.where(here, local, 0).amax(1, keepdim=True)
             return normed, torch.where(here, local, stand_in), torch.where(here, weights, 0)
 
-        here = replace(ops, route=own, moe=moe.composed(own, ops.experts))
-        return self.experts.apply(here, x, norm_weight, eps, router, activation, residual)
+        return self.experts.apply(moe.routed_by(ops, own), x, norm_weight, eps, router, activation, residual)
 
 
 class Lent:

@@ -53,6 +53,7 @@ class Ops:
     experts_fp8: Callable
     experts_mxfp4: Callable
     moe: Callable
+    moe_int4: Callable
     mlp: Callable
     head: Callable
     embed: Callable
@@ -91,6 +92,7 @@ REFERENCE = Ops(
     experts_fp8=experts_fp8.reference,
     experts_mxfp4=experts_mxfp4.reference,
     moe=moe.composed(routing.reference, experts.reference),
+    moe_int4=moe.composed_int4(routing.reference, experts_int4.reference),
     mlp=mlp.reference,
     head=head.reference,
     embed=rows.embed,
@@ -129,6 +131,7 @@ FUSED = Ops(
     experts_fp8=experts_fp8.fused,
     experts_mxfp4=experts_mxfp4.fused,
     moe=moe.composed(routing.fused, experts.fused),
+    moe_int4=moe.composed_int4(routing.fused, experts_int4.fused),
     mlp=mlp.fused,
     head=head.fused,
     embed=rows.embed_fused,

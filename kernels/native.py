@@ -19,9 +19,9 @@ import torch
 
 from . import head, linear, native_latent, native_packed, native_routing
 from .routing import Routing
-from .structs import structure
+from .structs import filled, structure
 
-ABI = 11
+ABI = 12
 CAPABILITY = (9, 0)
 # columns of a projection, with a norm or without (project.cuh)
 COLUMNS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 2304, 2880, 4096)
@@ -145,9 +145,8 @@ class Library:
         return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
 
     def call(self, name, structure, *numbers, **fields):
-        """Launch entry point `name`; tensors stand for their pointers, None for null. Raises RuntimeError."""
-        values = {k: v.data_ptr() if isinstance(v, torch.Tensor) else v for k, v in fields.items()}
-        status = getattr(self._library, name)(ctypes.byref(structure(**values)), *numbers, self._stream())
+        """Launch entry point `name`; fields and numbers as `filled` takes fields. Raises RuntimeError."""
+        status = getattr(self._library, name)(ctypes.byref(filled(structure, **fields)), *numbers, self._stream())
         if status:
             raise RuntimeError(f"{name}: CUDA error {status}")
 
@@ -269,7 +268,7 @@ def table(base, device, announce=None):
     library = Library(build(announce=announce), device, base)
     names = ("linear", "mlp", "attend", "moe", "head")
     own = {name: getattr(Library, name) for name in names}
-    own |= {name: getattr(native_packed, name) for name in ("experts_int4", "experts_mxfp4")}
+    own |= {name: getattr(native_packed, name) for name in ("experts_int4", "moe_int4", "experts_mxfp4")}
     own |= {name: getattr(native_latent, name) for name in ("mla_qkv", "mla_attention")}
     own["route"] = native_routing.route
     own = {name: functools.partial(operation, library) for name, operation in own.items()}

@@ -29,18 +29,25 @@ def route(library, x, norm_weight, eps, gate, rule, bias=None, correction=None, 
     """The twin of routing.reference."""
     if not serves(x, gate, rule):
         return routing.fused(x, norm_weight, eps, gate, rule, bias, correction, shared)
-    (rows, columns), (experts, k), x = x.shape, (gate.shape[0], rule.top_k), x.contiguous()
-    width = 0 if shared is None else shared.shape[0] // 2
+    x = x.contiguous()
     normed = x if norm_weight is None else torch.empty_like(x)
-    hidden = None if shared is None else x.new_empty(rows, width)
-    ids = torch.empty(rows, k, dtype=torch.int64, device=x.device)
-    weights = torch.empty(rows, k, dtype=torch.float32, device=x.device)
-    library.call(
-        "eagle3_route", Router, library.blocks,
-        x=x, gamma=norm_weight, gate=gate, bias=bias, correction=correction, shared=shared, normed=normed,
-        hidden=hidden, packets=library.scores, launches=library.routes, arrivals=library.routed, ids=ids,
-        weights=weights, eps=eps, scale=rule.scale, rows=rows, columns=columns, width=width, experts=experts, choices=k,
+    given = fields(library, x, norm_weight, eps, gate, rule, bias, correction, shared)
+    library.call("eagle3_route", Router, library.blocks, normed=normed, **given)
+    chosen = normed, given["ids"], given["weights"]
+    return chosen if shared is None else (*chosen, given["hidden"])
+
+
+def fields(library, x, norm_weight, eps, gate, rule, bias, correction, shared):
+    """Of a Router, all but the normed rows; what it writes is new."""
+    (rows, columns), (experts, k) = x.shape, (gate.shape[0], rule.top_k)
+    width = 0 if shared is None else shared.shape[0] // 2
+    return dict(
+        x=x, gamma=norm_weight, gate=gate, bias=bias, correction=correction, shared=shared,
+        hidden=None if shared is None else x.new_empty(rows, width),
+        packets=library.scores, launches=library.routes, arrivals=library.routed,
+        ids=torch.empty(rows, k, dtype=torch.int64, device=x.device),
+        weights=torch.empty(rows, k, dtype=torch.float32, device=x.device),
+        eps=eps, scale=rule.scale, rows=rows, columns=columns, width=width, experts=experts, choices=k,
         score=SCORES.index(rule.score), renormalise=int(rule.renormalise), groups=rule.groups,
         top_groups=rule.top_groups, group_best=rule.group_best,
     )  # fmt: skip
-    return (normed, ids, weights) if shared is None else (normed, ids, weights, hidden)

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from . import experts as moe
 from . import experts_fp8 as fp8
+from . import moe as block_of_experts
 from . import nibbles, prefill
 from .activation import gated
 from .mlp import halves
@@ -211,7 +212,12 @@ def experts_fp8(x, ids, weights, gate_up, gate_up_scale, down, down_scale, activ
     return run("fp8", x, ids, weights, wide, tall, activation, residual)
 
 
-OPERATIONS = {"experts_int4": experts_int4, "experts_fp8": experts_fp8, "experts_mxfp4": experts_mxfp4}
+OPERATIONS = {
+    "experts_int4": experts_int4,
+    "experts_fp8": experts_fp8,
+    "experts_mxfp4": experts_mxfp4,
+    "moe_int4": block_of_experts.composed_int4(prefill.route, experts_int4),
+}
 
 
 def specimens():

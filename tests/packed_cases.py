@@ -7,6 +7,7 @@ import torch
 from twin_cases import CASES as PLAIN
 from twin_cases import Make
 
+from kernels.routing import Routing
 from weights.formats import fp8, int4, mxfp4
 
 
@@ -55,6 +56,23 @@ def experts_int4(dtype, device):
             yield f"{n}x{d}-{e}-shared", (*given, make.floats(n, 48), make.weight(d, 48))
 
 
+def moe_int4(dtype, device, cases=((1, 64, 16, 32, 4, 0, True), (9, 96, 6, 64, 2, 48, False))):
+    """cases: (rows, D, experts, width, choices, width of a shared expert or 0, whether there are a correction and a
+    residual). The best scores are far apart: rounding decides no choice."""
+    make = Make(dtype, device)
+    for n, d, e, i, k, beside, both in cases:
+        x, gain = make.routed(n, d)
+        correction = make.floats(e, scale=0.3, dtype=torch.float32) if both else None
+        rule = Routing(k, both, "sigmoid", scale=1.5) if both else Routing(k, True)
+        matrices = make.weight(e, 2 * i, d), make.weight(e, d, i)
+        packed = [t for m in matrices for t in stacked(lambda m: int4.pack(m, 32, dtype), m)]
+        shared = (make.weight(2 * beside, d), make.weight(d, beside)) if beside else (None, None)
+        choice = make.weight(e, d), rule, None, correction
+        for gamma in (gain, None)[: 2 if n > 8 else 1]:
+            name = f"{n}x{d}-{e}-{i}-{beside}{'' if gamma is not None else '-normed'}"
+            yield name, (x, gamma, 1e-6, *choice, *packed, "silu", x if both else None, *shared)
+
+
 def experts_fp8(dtype, device):
     make = Make(dtype, device)
     for n, d, e, i, k, residual in (
@@ -93,4 +111,4 @@ def experts_mxfp4(dtype, device):
         yield f"{n}x{d}-{e}", (make.floats(n, d), ids, weights, *packed, "clamped_swiglu", extra)
 
 
-CASES = PLAIN | {f.__name__: f for f in (experts_int4, experts_fp8, experts_mxfp4)}
+CASES = PLAIN | {f.__name__: f for f in (experts_int4, moe_int4, experts_fp8, experts_mxfp4)}

@@ -2,7 +2,7 @@
 
 import torch
 from latent_cases import mla_attention, mla_qkv
-from test_native import Quick, packed, packed_mxfp4
+from test_native import Quick, packed, packed_mxfp4, whole_int4
 from twin_cases import Make, attend, moe
 
 from kernels import FUSED, native
@@ -32,6 +32,7 @@ def main():
     for rows in (1, 9):
         shared = make.floats(rows, 256), make.weight(256, 256)
         table.experts_int4(*packed(Quick(), rows, 256, 8, 256, 4), *shared)
+        table.moe_int4(*whole_int4(Quick(), rows, 256, 8, 256, Routing(4, True, "sigmoid"), 256))
         for width in (96, 1440):
             table.experts_mxfp4(*packed_mxfp4(Quick(), rows, 320, 8, width, 2))
     for _, arguments in mla_qkv(dtype, "cuda", ((2, 9, 256, 3, 128, 64, 512, 256, 16, True),)):

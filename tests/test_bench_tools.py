@@ -191,7 +191,7 @@ def test_every_operation_is_timed():
     o = ops.parse(["--small", "--device", "cpu", "--shapes", "3-1-4", "2-2-5", "--context", "24", "--repeats", "1"])
     engine, recorder = ops.load(o)
     ops.record(o, engine, recorder, random_prompt(24, 6144))
-    elsewhere = {f.name for f in dataclasses.fields(Ops) if f.name.startswith(("experts_", "mla_"))}
+    elsewhere = {f.name for f in dataclasses.fields(Ops) if f.name.startswith(("experts_", "mla_", "moe_"))}
     assert {field for field, _ in recorder.calls} == {f.name for f in dataclasses.fields(Ops)} - elsewhere
     layers = [
         calls for (field, sizes), calls in recorder.calls.items() if field == "experts" and sizes.startswith("4x")

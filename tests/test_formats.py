@@ -2,7 +2,6 @@
 and the cut over ranks."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +9,10 @@ from packers import FP8, INT4, fp8_tensors, grouped, int4_tensors, quantised, un
 from toys import Noise, V, pair, target_config, target_tensors
 
 from engine import Sampling, Shape
+from engine.layers.moe import Router
 from engine.sharing import Dealt
-from kernels import REFERENCE, experts, experts_fp8, experts_int4
+from kernels import REFERENCE, experts, experts_fp8, experts_int4, moe
+from kernels.routing import Routing
 from weights import AnyCheckpoint, Checkpoint, Refused, Source
 from weights.formats import ExpertNames, format_of, fp8, int4
 
@@ -152,11 +153,7 @@ def summed(held, wide, tall):
     draw = torch.Generator().manual_seed(1)
     x, ids = torch.randn(5, 128, generator=draw), torch.rand(5, 4, generator=draw).topk(2, 1).indices
     weights = torch.rand(5, 2, generator=draw)
-    ops = replace(REFERENCE, route=lambda *_: (x, ids, weights))
-
-    def router(ops, *_):
-        return ops.route()
-
+    ops, router = moe.routed_by(REFERENCE, lambda *_: (x, ids, weights)), Router(torch.zeros(4, 128), Routing(2, True))
     total = sum(e.apply(ops, x, None, 0.0, router, "silu", None) for e in held)
     return total, experts.reference(x, ids, weights, wide, tall, "silu")
 

@@ -26,6 +26,11 @@ struct GroupChoice {
       if (i < kGroupExperts / 32) bits[i] = 0;
     }
   }
+  // Pair i of the group is expert e, -1 for none.
+  __device__ __forceinline__ void note(int i, int e) {
+    id[i] = e;
+    if (e >= 0) atomicOr(bits + e / 32, 1u << e % 32);
+  }
 };
 
 // The (row, choice) pairs of the block's group that a thread takes care of: asked for at once, needed later.
@@ -57,19 +62,18 @@ struct OwnPairs {
       e[k] = id >= 0 && id < p.experts ? static_cast<int>(id) : -1;
     }
   }
+  // Of a choice that was noted in this launch.
+  __device__ __forceinline__ void take(const GroupChoice &c) {
+#pragma unroll
+    for (int k = 0; k < kOwn; k++) e[k] = row[k] < 0 ? -1 : c.id[threadIdx.x + k * kThreads], w[k] = 0.f;
+  }
 };
 
-// Returns how many experts the block's group of rows chose. All threads call it. An expert's place is the number of set bits
-// before its own: no loop over the pairs. kOrdered: also each row's own experts in ascending order.
+// Returns how many experts the block's group of rows chose. All threads call it, after a barrier that follows the notes of their
+// pairs. An expert's place is the number of set bits before its own: no loop over the pairs. kOrdered: also each row's own experts
+// in ascending order.
 template <int kThreads, bool kOrdered, class P>
-__device__ __forceinline__ int choose_rows(const P &p, const OwnPairs<kThreads> &own, GroupChoice &c) {
-#pragma unroll
-  for (int k = 0; k < own.kOwn; k++) {
-    if (own.row[k] < 0) continue;
-    c.id[threadIdx.x + k * kThreads] = own.e[k];
-    if (own.e[k] >= 0) atomicOr(c.bits + own.e[k] / 32, 1u << own.e[k] % 32);
-  }
-  __syncthreads();
+__device__ __forceinline__ int list_chosen(const P &p, const OwnPairs<kThreads> &own, GroupChoice &c) {
 #pragma unroll
   for (int k = 0; k < own.kOwn; k++) {
     const int i = threadIdx.x + k * kThreads, e = own.e[k], row = own.row[k];
@@ -99,6 +103,16 @@ __device__ __forceinline__ int choose_rows(const P &p, const OwnPairs<kThreads> 
   }
   __syncthreads();
   return c.count;
+}
+
+// The same of ids and weights that were loaded.
+template <int kThreads, bool kOrdered, class P>
+__device__ __forceinline__ int choose_rows(const P &p, const OwnPairs<kThreads> &own, GroupChoice &c) {
+#pragma unroll
+  for (int k = 0; k < own.kOwn; k++)
+    if (own.row[k] >= 0) c.note(threadIdx.x + k * kThreads, own.e[k]);
+  __syncthreads();
+  return list_chosen<kThreads, kOrdered>(p, own, c);
 }
 
 } // namespace eagle3

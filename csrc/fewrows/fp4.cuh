@@ -19,6 +19,8 @@ struct Fp4Format {
   using Factor = __nv_bfloat162;
   template <int kWarps, int kHalves>
   using Beside = NothingBeside<kWarps, kHalves>;
+  template <int kColumns, int kWarps, int kSpans>
+  using Rows = PlainRows<Fp4Format, kColumns, kWarps, kSpans>;
   static constexpr bool kWoven = true, kBias = true;
   static constexpr uint32_t kMost = 128; // stored
 
@@ -83,16 +85,16 @@ template <int kHalves>
 inline cudaError_t fp4_down(const Fp4Experts &p, int spans, int grid, cudaStream_t stream) {
   if (spans > 12 && spans <= 24) return launch_packed_down_spread<12, 2, 2, kHalves>(p, grid, stream);
   if (spans > 8 && spans <= 12) return launch_packed_down_spread<12, 1, 2, kHalves>(p, grid, stream);
-  return launch_packed_down<16, kHalves, 2, 1, 1>(p, grid, stream);
+  return launch_packed_down<16, kHalves, 2, 1, 1>(p, nullptr, grid, stream);
 }
 
 inline cudaError_t fp4_experts(const Fp4Experts &p, int blocks, cudaStream_t stream) {
   if (!packed_serves(p)) return cudaErrorInvalidValue;
   cudaError_t e = cudaErrorInvalidValue;
   switch (p.columns) {
-  case 256: e = launch_packed_gate_up<256, 2, 2, 2>(p, blocks, stream); break;
-  case 320: e = launch_packed_gate_up<320, 2, 2, 2>(p, blocks, stream); break;
-  case 2880: e = launch_packed_gate_up<2880, 8, 3, 2>(p, blocks, stream); break;
+  case 256: e = launch_packed_gate_up<256, 2, 2, 2, false>(p, Router{}, blocks, stream); break;
+  case 320: e = launch_packed_gate_up<320, 2, 2, 2, false>(p, Router{}, blocks, stream); break;
+  case 2880: e = launch_packed_gate_up<2880, 8, 3, 2, false>(p, Router{}, blocks, stream); break;
   default: break;
   }
   if (e != cudaSuccess) return e;

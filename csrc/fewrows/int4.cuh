@@ -18,7 +18,10 @@ struct Int4Format {
   using Scale = uint16_t; // bf16
   template <int kWarps, int kHalves>
   using Beside = SharedDown<kWarps, kHalves>;
+  template <int kColumns, int kWarps, int kSpans>
+  using Rows = GainedRows<Int4Format, kColumns, kWarps, kSpans>;
   static constexpr bool kWoven = false, kBias = false;
+  static constexpr int kCandidates = 12;
 
   // The lowest 8 bits of a bf16 alone are their number times 2^-133 (the last of them is the exponent's 1, where the numbers go on
   // as they began), and 8 scales are exact: one fused operation makes a pair of weights of codes where they lie in a byte.
@@ -55,6 +58,9 @@ struct Int4Format {
     return make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
                       __byte_perm(v.y, v.w, 0x7632));
   }
+  static __device__ __forceinline__ uint4 straight(const uint4 &v) {
+    return make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.x, v.y, 0x7632), __byte_perm(v.z, v.w, 0x7632));
+  }
   static __device__ __forceinline__ int place(int i) { return i < 4 ? 2 * i : 2 * i - 7; }
   static __device__ __forceinline__ int natural(int place) { return place / 2 + place % 2 * 4; }
   static __device__ __forceinline__ float activation(float gate, float up) { return silu(gate) * up; }
@@ -88,27 +94,32 @@ struct Int4Experts {
 
 // Down by the width alone: one unit is all that a row's expert has, or many spans follow one another.
 template <int kHalves>
-inline cudaError_t int4_down(const Int4Experts &p, int grid, cudaStream_t stream) {
-  return p.width <= kUnit ? launch_packed_down<kInt4Warps, kHalves, 2, 1, 2>(p, grid, stream)
-                          : launch_packed_down<kInt4Warps, kHalves, 1, 3, 2>(p, grid, stream);
+inline cudaError_t int4_down(const Int4Experts &p, unsigned *launches, int grid, cudaStream_t stream) {
+  return p.width <= kUnit ? launch_packed_down<kInt4Warps, kHalves, 2, 1, 2>(p, launches, grid, stream)
+                          : launch_packed_down<kInt4Warps, kHalves, 1, 3, 2>(p, launches, grid, stream);
 }
 
 // Gate and up by the columns, down by what the blocks' shares are: two blocks of 8 warps a multiprocessor, or as many blocks as
-// two tiles each ask for.
-inline cudaError_t int4_experts(const Int4Experts &p, int blocks, cudaStream_t stream) {
+// two tiles each ask for. router: with a gate, rows are routed first, in the launch of gate and up where that has such a kernel;
+// without, they come routed.
+inline cudaError_t int4_experts(const Int4Experts &p, const Router &router, int blocks, cudaStream_t stream) {
   if (!packed_serves(p) || p.shared_width % (kInt4Warps * kPiece)) return cudaErrorInvalidValue;
-  cudaError_t e = cudaErrorInvalidValue;
+  const bool inside = routes_inside(p, router);
+  unsigned *const launches = inside ? router.launches : nullptr;
+  cudaError_t e = router.gate && !inside ? routed(router, blocks, stream) : cudaSuccess;
+  if (e != cudaSuccess) return e;
+  e = cudaErrorInvalidValue;
   switch (p.columns) {
-  case 256: e = launch_packed_gate_up<256, 2, 2, 2>(p, blocks, stream); break;
-  case 512: e = launch_packed_gate_up<512, 2, 2, 2>(p, blocks, stream); break;
-  case 2048: e = launch_packed_gate_up<2048, 8, 2, 2>(p, blocks, stream); break;
-  case 4096: e = launch_packed_gate_up<4096, 16, 2, 1>(p, blocks, stream); break;
-  case 7168: e = launch_packed_gate_up<7168, 14, 4, 1>(p, blocks, stream); break;
+  case 256: e = launch_packed_gate_up<256, 2, 2, 2>(p, router, inside, blocks, stream); break;
+  case 512: e = launch_packed_gate_up<512, 2, 2, 2>(p, router, inside, blocks, stream); break;
+  case 2048: e = launch_packed_gate_up<2048, 8, 2, 2>(p, router, inside, blocks, stream); break;
+  case 4096: e = launch_packed_gate_up<4096, 16, 2, 1>(p, router, inside, blocks, stream); break;
+  case 7168: e = launch_packed_gate_up<7168, 14, 4, 1>(p, router, inside, blocks, stream); break;
   default: break;
   }
   if (e != cudaSuccess) return e;
   const int least = (p.columns + 31) / 32, share = 2 * blocks < p.columns ? 2 * blocks : p.columns, grid = share > least ? share : least;
-  return (p.columns + grid - 1) / grid <= kOutputs ? int4_down<2>(p, grid, stream) : int4_down<4>(p, grid, stream);
+  return (p.columns + grid - 1) / grid <= kOutputs ? int4_down<2>(p, launches, grid, stream) : int4_down<4>(p, launches, grid, stream);
 }
 
 } // namespace eagle3

@@ -9,7 +9,8 @@
 //   Scale: as stored; both(stored): twice in a word where that serves; Factor, factor(both): what codes of a group are multiplied
 //   by; decode<false>(word, factor, both): a row's A operands of two mma; decode<true>: the same for any scale, where one of
 //   them is large(stored);
-//   operand(natural): eight columns in the order of decode, place(i): where one of eight lies in that order;
+//   operand(natural): eight columns in the order of decode, straight(operand): back again, place(i): where one of eight lies in that
+//   order; kCandidates: 32 times as many experts a router inside gate and up has at most;
 //   kWoven: gate and up rows lie in turn; Bias: of a gate and its up; kBias: down has biases; Beside: a shared expert's part of
 //   down, SharedDown or NothingBeside; activation(gate, up).
 #pragma once
@@ -111,11 +112,11 @@ struct Slot {
   }
 };
 
-// Products of a span of rows g (and g + 8, where there is a bottom) with the group's rows, b: the lane's columns, as
-// P::Format::operand orders them, eights kStride apart. kLarge: scales may be too large for one multiplication.
-template <class F, bool kLarge, int kStride>
+// Products of a span of rows g (and g + 8, where there is a bottom) with the group's rows, b(eight): the lane's columns, as
+// P::Format::operand orders them. kLarge: scales may be too large for one multiplication.
+template <class F, bool kLarge, class Rows>
 __device__ __forceinline__ void multiply_words(float4 &c, float4 &odd, const uint4 &top, uint32_t top_scale, const uint4 *bottom,
-                                               uint32_t bottom_scale, const uint4 *b) {
+                                               uint32_t bottom_scale, Rows b) {
   const typename F::Factor first = F::factor(top_scale), second = F::factor(bottom_scale);
   const uint32_t *tops = reinterpret_cast<const uint32_t *>(&top), *bottoms = reinterpret_cast<const uint32_t *>(bottom ? bottom : &top);
 #pragma unroll
@@ -123,7 +124,7 @@ __device__ __forceinline__ void multiply_words(float4 &c, float4 &odd, const uin
     const uint4 above = F::template decode<kLarge>(tops[eight], first, top_scale);
     uint4 below = make_uint4(0, 0, 0, 0);
     if (bottom) below = F::template decode<kLarge>(bottoms[eight], second, bottom_scale);
-    const uint4 v = b[eight * kStride];
+    const uint4 v = b(eight);
     mma(c, above.x, below.x, above.y, below.y, v.x, v.y);
     mma(odd, above.z, below.z, above.w, below.w, v.z, v.w);
   }

@@ -47,9 +47,8 @@ struct SharedDown {
   static size_t bytes(const P &p) {
     return p.shared_width ? static_cast<size_t>(kWarps) * 32 * kTiles * (sizeof(float4) + p.shared_width / (kWarps * kPiece) * 2 * sizeof(uint4)) : 0;
   }
-  // What a router made is older than the kernel before this one: all may be asked for before the wait.
   template <class P>
-  __device__ __forceinline__ void fetch(const P &p, int first, int last) {
+  __device__ __forceinline__ void fetch(const P &p, int first, int last) { // before the wait
     if (!pieces) return;
     const int lane = threadIdx.x & 31, slice = (threadIdx.x >> 5) * pieces * kPiece + (lane & 3) * 8;
 #pragma unroll 1
@@ -58,7 +57,11 @@ struct SharedDown {
       copy_async(slots + i * kWarps * 32, p.shared_down + static_cast<size_t>(out) * p.shared_width + slice + i / 2 % pieces * kPiece, true);
     }
     commit_copies();
-    const int row = blockIdx.y * kRows + (lane >> 2);
+  }
+  template <class P>
+  __device__ __forceinline__ void rows(const P &p) { // behind it
+    if (!pieces) return;
+    const int lane = threadIdx.x & 31, slice = (threadIdx.x >> 5) * pieces * kPiece + (lane & 3) * 8, row = blockIdx.y * kRows + (lane >> 2);
 #pragma unroll
     for (int i = 0; i < kPieces; i++) {
       x[i] = make_uint4(0, 0, 0, 0);
@@ -101,15 +104,22 @@ struct NothingBeside {
   static size_t bytes(const P &) { return 0; }
   template <class P>
   __device__ __forceinline__ void fetch(const P &, int, int) const {}
+  template <class P>
+  __device__ __forceinline__ void rows(const P &) const {}
   __device__ __forceinline__ void multiply() const {}
   __device__ __forceinline__ float sum(int, int) const { return 0.f; }
 };
+
+// Behind the wait: the kernel whose blocks read this number (packed_route.cuh) is done. launches: null where there was none.
+__device__ __forceinline__ void count_launch(unsigned *launches) {
+  if (launches && blockIdx.x == 0 && threadIdx.x == 0) ++*launches;
+}
 
 // Down, bias, weighted sum, shared expert, residual. Blocks share the outputs evenly, kHalves times 8 at most; the warps of a
 // block share the experts and the parts of their width, codes of kDepth times kSpans spans are on their way. Sums lie in shared
 // memory by a row's own experts, in ascending order.
 template <class P, int kWarps, int kHalves, int kSpans, int kDepth, int kResident>
-__global__ void __launch_bounds__(kWarps * 32, kResident) packed_down(P p) {
+__global__ void __launch_bounds__(kWarps * 32, kResident) packed_down(P p, unsigned *launches) {
   using F = typename P::Format;
   constexpr int kTiles = (kHalves + 1) / 2, kOwn = kHalves * 8; // outputs of the block
   static_assert(kOwn * kRows <= kWarps * 32, "a thread for each output and row");
@@ -159,6 +169,8 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_down(P p) {
   const bf16 *const hidden = p.hidden + hidden_row(p, 0, g) + t * 8;
   wait_for_predecessor();
   launch_dependents();
+  count_launch(launches);
+  beside.rows(p);
   uint4 b[kSpans * 4] = {};
   auto rows = [&](const DownWalk<kWarps, kSpans> &at, int q) { // where nothing is read, what was there meets zeros or is left out
     if (at.job >= jobs || !(choice.rows[at.u] >> g & 1) || ((at.span + q) * 4 + t) * 4 >= words) return;
@@ -184,8 +196,9 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_down(P p) {
 #pragma unroll
         for (int h = 0; h < kHalves; h += 2) {
           const bool both = h + 1 < kHalves;
-          multiply_words<F, decltype(large)::value, 1>(c[h / 2], odd[h / 2], half[d][h].words[q], half[d][h].scale(q),
-                                                       both ? &half[d][both ? h + 1 : h].words[q] : nullptr, both ? half[d][both ? h + 1 : h].scale(q) : 0, b + q * 4);
+          multiply_words<F, decltype(large)::value>(c[h / 2], odd[h / 2], half[d][h].words[q], half[d][h].scale(q),
+                                                    both ? &half[d][both ? h + 1 : h].words[q] : nullptr, both ? half[d][both ? h + 1 : h].scale(q) : 0,
+                                                    [&](int eight) { return b[q * 4 + eight]; });
         }
         rows(now, q); // before the codes that are needed later: loads come in the order in which they were asked for
       }
@@ -293,8 +306,9 @@ __global__ void __launch_bounds__(kWarps * 32, 1) packed_down_spread(P p) {
 #pragma unroll
         for (int h = 0; h < kHalves; h += 2) {
           const bool both = h + 1 < kHalves;
-          multiply_words<F, decltype(large)::value, 1>(c[h / 2], odd[h / 2], half[d][h].words[q], half[d][h].scale(q),
-                                                       both ? &half[d][both ? h + 1 : h].words[q] : nullptr, both ? half[d][both ? h + 1 : h].scale(q) : 0, b + q * 4);
+          multiply_words<F, decltype(large)::value>(c[h / 2], odd[h / 2], half[d][h].words[q], half[d][h].scale(q),
+                                                    both ? &half[d][both ? h + 1 : h].words[q] : nullptr, both ? half[d][both ? h + 1 : h].scale(q) : 0,
+                                                    [&](int eight) { return b[q * 4 + eight]; });
         }
         if (u + 1 < count) rows(u + 1, q); // before the codes that are needed later: loads come in the order in which they were asked for
       }
@@ -340,11 +354,11 @@ __global__ void __launch_bounds__(kWarps * 32, 1) packed_down_spread(P p) {
 }
 
 template <int kWarps, int kHalves, int kSpans, int kDepth, int kResident, class P>
-inline cudaError_t launch_packed_down(const P &p, int blocks, cudaStream_t stream) {
+inline cudaError_t launch_packed_down(const P &p, unsigned *launches, int blocks, cudaStream_t stream) {
   const dim3 grid(blocks, (p.rows + kRows - 1) / kRows);
   size_t shared = static_cast<size_t>(DownParts(p.width, p.choices, kWarps).parts) * p.choices * kHalves * 8 * kRows * sizeof(float);
   shared += P::Format::template Beside<kWarps, kHalves>::bytes(p);
-  return launch(packed_down<P, kWarps, kHalves, kSpans, kDepth, kResident>, grid, kWarps * 32, shared, stream, 1, p);
+  return launch(packed_down<P, kWarps, kHalves, kSpans, kDepth, kResident>, grid, kWarps * 32, shared, stream, 1, p, launches);
 }
 
 template <int kWarps, int kSpans, int kDepth, int kHalves, class P>

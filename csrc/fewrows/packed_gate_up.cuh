@@ -1,20 +1,20 @@
 // Gate, up and activation over four-bit codes: the first kernel of packed.cuh.
 #pragma once
 
-#include "packed.cuh"
+#include "packed_route.cuh"
 
 namespace eagle3 {
 
 // A walk over tiles of eight gates and their ups, dealt to the blocks in turn: place in the list of experts, tile of it.
 struct TileWalk {
+  struct Steps {
+    int u, tile, each, more_u, more_tile; // the first; tiles of an expert; a step
+  };
   int u, tile;
-  const int each, more_u, more_tile; // tiles of an expert; a step
-  __device__ __forceinline__ explicit TileWalk(int each)
-      : u(static_cast<int>(blockIdx.x) / each), tile(static_cast<int>(blockIdx.x) % each), each(each),
-        more_u(static_cast<int>(gridDim.x) / each), more_tile(static_cast<int>(gridDim.x) % each) {}
-  __device__ __forceinline__ void next() {
-    u += more_u, tile += more_tile;
-    if (tile >= each) tile -= each, u++;
+  template <class Steps>
+  __device__ __forceinline__ void next(const Steps &by) {
+    u += by.more_u, tile += by.more_tile;
+    if (tile >= by.each) tile -= by.each, u++;
   }
 };
 
@@ -39,44 +39,68 @@ struct GateSums {
   }
 };
 
+constexpr int kFewRows = 4; // of a kernel that keeps to the carve-out
+
+// What a block needs one after the other.
+template <class F, int kColumns, int kWarps, int kSpans, bool kMany, bool kRoute>
+union PackedScratch {
+  GateSums<kWarps> red[2];
+};
+template <class F, int kColumns, int kWarps, int kSpans, bool kMany>
+union PackedScratch<F, kColumns, kWarps, kSpans, kMany, true> {
+  GateSums<kWarps> red[2];
+  typename InnerRouter<F, kColumns, kWarps, kSpans, F::kCandidates, kMany ? kRows : kFewRows>::Memory router;
+};
+
 // Gate, up and activation. A tile is 8 gates on top of their ups; a warp does kSpans spans of the columns. The rows lie in shared
 // memory: registers are for two tiles of codes on their way, since memory needs some 100 KB asked for on every multiprocessor to be
 // busy. No register may be spilled: loads come in the order in which they were asked for, so what is loaded back waits for all
-// codes under way. kMany: more rows than leave the carve-out alone.
-template <class P, int kColumns, int kWarps, int kSpans, int kResident, bool kMany>
-__global__ void __launch_bounds__(kWarps * 32, kResident) packed_gate_up(P p) {
+// codes under way. kMany: more rows than leave the carve-out alone. kRoute: the router is in this launch.
+template <class P, int kColumns, int kWarps, int kSpans, int kResident, bool kMany, bool kRoute>
+__global__ void __launch_bounds__(kWarps * 32, kResident) packed_gate_up(P p, Router router) {
   using F = typename P::Format;
   using Sums = GateSums<kWarps>;
-  constexpr int kSlots = 2, kWords = kColumns / 8;
-  constexpr int kChunks = kWarps * kSpans * 16, kPitch = kChunks + 4; // of 8 columns: rows lie on different banks
-  constexpr int kOwn = (kSpans + 1) / 2;                             // chunks of a thread
+  using Rows = typename F::template Rows<kColumns, kWarps, kSpans>;
+  constexpr int kSlots = 2, kWords = kColumns / 8, kChunks = Rows::kChunks;
   extern __shared__ uint4 packed_rows[];
-  __shared__ Sums red[2];
+  __shared__ PackedScratch<F, kColumns, kWarps, kSpans, kMany, kRoute> scratch;
   __shared__ GroupChoice choice;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int column = warp * kSpans * kSpan + t * kGroup, live = min(kRows, p.rows - static_cast<int>(blockIdx.y) * kRows);
+  __shared__ typename Rows::Squares squares;
+  __shared__ float factors[kRows];
+  __shared__ volatile TileWalk::Steps held; // where registers are short
+  Sums *const red = scratch.red;
+  const int live = min(kRows, p.rows - static_cast<int>(blockIdx.y) * kRows);
+  const bf16 *const x = p.x + static_cast<size_t>(blockIdx.y) * kRows * kColumns;
   choice.template clear<kWarps * 32>();
   OwnPairs<kWarps * 32> own(p);
-  TileWalk now(p.width / 8);
-  __syncthreads();
-  wait_for_predecessor();
-  own.load(p);
-#pragma unroll
-  for (int k = 0; k < kOwn; k++) {
-    const int c = threadIdx.x + k * kWarps * 32;
-    uint4 v[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; r++) {
-      v[r] = make_uint4(0, 0, 0, 0);
-      if (r < live && c * 8 < kColumns) v[r] = load_rows(p.x + (static_cast<size_t>(blockIdx.y) * kRows + r) * kColumns + c * 8);
-    }
-#pragma unroll
-    for (int r = 0; r < kRows; r++)
-      if (r < live && c < kChunks) packed_rows[r * kPitch + (c & ~15) + (c & 3) * 4 + (c >> 2 & 3)] = F::operand(v[r]);
+  const unsigned each = p.width / 8; // divided before any wait
+  const TileWalk::Steps steps = {static_cast<int>(blockIdx.x / each), static_cast<int>(blockIdx.x % each), static_cast<int>(each),
+                                 static_cast<int>(gridDim.x / each), static_cast<int>(gridDim.x % each)};
+  if (Rows::kTight && threadIdx.x == 0)
+    held.u = steps.u, held.tile = steps.tile, held.each = steps.each, held.more_u = steps.more_u, held.more_tile = steps.more_tile;
+  Rows rows(packed_rows, squares, router.gamma);
+  int count;
+  if constexpr (kRoute) {
+    using Inner = InnerRouter<F, kColumns, kWarps, kSpans, F::kCandidates, kMany ? kRows : kFewRows>;
+    __shared__ float correction[Inner::kExperts];
+    Inner inner(router);
+    wait_for_predecessor();
+    const unsigned tag = load_int(reinterpret_cast<const int *>(router.launches));
+    rows.stage(x, live);
+    inner.choose(router, packed_rows + rows.of_lane(live), live, tag, [&](int r) { return rows.factor(r, router.eps); }, scratch.router, correction, choice);
+    own.take(choice);
+    count = list_chosen<kWarps * 32, false>(p, own, choice);
+  } else {
+    __syncthreads();
+    wait_for_predecessor();
+    own.load(p);
+    rows.stage(x, live);
+    count = choose_rows<kWarps * 32, false>(p, own, choice);
   }
-  const int count = choose_rows<kWarps * 32, false>(p, own, choice); // barriers for the rows too
-  launch_dependents(); // the next kernel reads ids and weights before it waits: they are older than this one
-  const uint4 *const b = packed_rows + (g < live ? g : 0) * kPitch + warp * kSpans * 16 + t; // rows that do not exist: of the first
+  launch_dependents(); // the next kernel reads ids and weights before it waits: they are older than this one, or published
+  if (Rows::kLacking && threadIdx.x < kRows) factors[threadIdx.x] = rows.factor(threadIdx.x, router.eps); // read after the first tile's barrier
+  const int thread = fresh_thread(), warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3, column = warp * kSpans * kSpan + t * kGroup;
+  const int b = rows.of_lane(live) + warp * kSpans * 16 + Rows::of_group(t);
   Slot<F, kSpans> top[kSlots], bottom[kSlots];
   typename F::Bias bias[kSlots];
   using Place = typename Slot<F, kSpans>::Place;
@@ -92,9 +116,15 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_gate_up(P p) {
     const int at = adder(d);
     if (at >= 0 && at < Sums::kAdders * 32) bias[d].fetch(p, choice.list[u], tile * 8 + unit_of(at));
   };
-  TileWalk ahead = now;
+  auto next = [&](TileWalk &walk) {
+    if constexpr (Rows::kTight)
+      walk.next(held);
+    else
+      walk.next(steps);
+  };
+  TileWalk now = {Rows::kTight ? held.u : steps.u, Rows::kTight ? held.tile : steps.tile}, ahead = now;
 #pragma unroll
-  for (int d = 0; d < kSlots; d++, ahead.next()) {
+  for (int d = 0; d < kSlots; d++, next(ahead)) {
     if (ahead.u >= count) continue;
     const Place gate = aim(ahead.u, ahead.tile);
     fetch_bias(d, ahead.u, ahead.tile);
@@ -107,7 +137,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_gate_up(P p) {
     constexpr int d = decltype(slot)::value;
     const int at = adder(d);
     TileWalk ahead = now;
-    ahead.next(), ahead.next();
+    next(ahead), next(ahead);
     const bool adds = at >= 0 && at < Sums::kAdders * 32, more = ahead.u < count;
     const typename F::Bias own = bias[d];
     if (more) fetch_bias(d, ahead.u, ahead.tile);
@@ -118,7 +148,9 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_gate_up(P p) {
     auto multiply_all = [&](auto large) {
 #pragma unroll
       for (int q = 0; q < kSpans; q++) {
-        multiply_words<F, decltype(large)::value, 4>(c, odd, top[d].words[q], top[d].scale(q), &bottom[d].words[q], bottom[d].scale(q), b + q * 16);
+        const int at = Rows::fresh(b);
+        multiply_words<F, decltype(large)::value>(c, odd, top[d].words[q], top[d].scale(q), &bottom[d].words[q], bottom[d].scale(q),
+                                                   [&](int eight) { return packed_rows[Rows::eighth(at, eight) + q * 16]; });
         top[d].fetch(q, gate, more && inside(q)), bottom[d].fetch(q, up, more && inside(q));
       }
     };
@@ -127,12 +159,13 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_gate_up(P p) {
     __syncthreads();
     if (adds) {
       const int part = at % Sums::kParts, r = at / Sums::kParts % kRows, place = at / Sums::kParts / kRows, unit = unit_of(at);
-      const float up = red[d].sum(unit, r, part, 2), value = F::activation(red[d].sum(unit, r, part, 0) + own.gate(), up + own.up());
+      const float lacking = Rows::kLacking ? factors[r] : 1.f, up = fmaf(lacking, red[d].sum(unit, r, part, 2), own.up());
+      const float value = F::activation(fmaf(lacking, red[d].sum(unit, r, part, 0), own.gate()), up);
       const float next = __shfl_xor_sync(kAll, value, kRows * Sums::kParts); // that of the next place
       if (part == 0 && place % 2 == 0 && choice.rows[now.u] >> r & 1)
         *reinterpret_cast<uint32_t *>(p.hidden + hidden_row(p, now.u, r) + hidden_place<F>(now.tile * 8) + place) = pack(value, next);
     }
-    now.next();
+    next(now);
   };
 #pragma unroll 1
   while (now.u < count) {
@@ -141,17 +174,26 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_gate_up(P p) {
   }
 }
 
-template <int kColumns, int kWarps, int kSpans, int kResident, class P>
-inline cudaError_t launch_packed_gate_up(const P &p, int multiprocessors, cudaStream_t stream) {
-  constexpr int kFew = 4, kMemory = 228; // rows of a kernel that keeps to the carve-out; KB of a multiprocessor's memory
+template <int kColumns, int kWarps, int kSpans, int kResident, bool kRoute, class P>
+inline cudaError_t launch_packed_gate_up(const P &p, const Router &router, int multiprocessors, cudaStream_t stream) {
+  using F = typename P::Format;
+  constexpr int kMemory = 228; // KB of a multiprocessor
   const dim3 grid(multiprocessors * kResident, (p.rows + kRows - 1) / kRows);
-  const size_t row = (kWarps * kSpans * 16 + 4) * sizeof(uint4);
-  if (p.rows <= kFew)
-    return launch(packed_gate_up<P, kColumns, kWarps, kSpans, kResident, false>, grid, kWarps * 32, p.rows * row, stream, 1, p);
-  const size_t most = kRows * row + 2 * sizeof(GateSums<kWarps>) + sizeof(GroupChoice) + 1024; // of a block
+  const size_t row = F::template Rows<kColumns, kWarps, kSpans>::kPitch * sizeof(uint4);
+  if (p.rows <= kFewRows)
+    return launch(packed_gate_up<P, kColumns, kWarps, kSpans, kResident, false, kRoute>, grid, kWarps * 32, p.rows * row, stream, 1, p, router);
+  size_t most = kRows * row + sizeof(PackedScratch<F, kColumns, kWarps, kSpans, true, kRoute>) + sizeof(GroupChoice) + 1024; // of a block
+  if constexpr (kRoute) most += F::kCandidates * 32 * sizeof(float) + 1024;
   const int carveout = static_cast<int>(kResident * most * 100 / (kMemory * 1024)) + 1;
-  return launch_carved(carveout > kCarveout ? carveout : kCarveout, packed_gate_up<P, kColumns, kWarps, kSpans, kResident, true>, grid,
-                       kWarps * 32, kRows * row, stream, 1, p);
+  return launch_carved(carveout > kCarveout ? carveout : kCarveout, packed_gate_up<P, kColumns, kWarps, kSpans, kResident, true, kRoute>, grid,
+                       kWarps * 32, kRows * row, stream, 1, p, router);
+}
+// inside: the router is in this launch, where its sizes have such a kernel.
+template <int kColumns, int kWarps, int kSpans, int kResident, class P>
+inline cudaError_t launch_packed_gate_up(const P &p, const Router &router, bool inside, int multiprocessors, cudaStream_t stream) {
+  if constexpr (route_inside(kColumns))
+    if (inside) return launch_packed_gate_up<kColumns, kWarps, kSpans, kResident, true>(p, router, multiprocessors, stream);
+  return launch_packed_gate_up<kColumns, kWarps, kSpans, kResident, false>(p, router, multiprocessors, stream);
 }
 
 } // namespace eagle3

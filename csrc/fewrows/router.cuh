@@ -39,6 +39,9 @@ __device__ __forceinline__ bool chooses(const Router &p, bool &last) {
   return last;
 }
 
+// How a router's columns are dealt to warps, by the columns alone: the order of its sums, in every kernel that has one.
+constexpr int route_threads(int columns) { return columns == 256 ? 256 : columns == 2880 ? 480 : columns == 7168 ? 448 : 512; }
+
 // Norm, scores and the shared expert's units. A block's usual share of weight rows is less than 8.
 template <int kThreads, int kPieces>
 __global__ void __launch_bounds__(kThreads, 1) route(Router p) {
@@ -82,23 +85,22 @@ __global__ void __launch_bounds__(kThreads, 1) route(Router p) {
     sums.put(weights.multiply(rows.operand(live), tile + 1 < tiles, aim(tile + 1)));
     __syncthreads();
     const int i = tile * 8 + a;
-    if (threadIdx.x >= 64 || n >= live || i >= shares.count || (i < shares.gated && (i & 1))) continue;
-    if (tile == 0) scale = rows.factor(n, p.columns, p.eps);
-    const float own = scale * sums.sum(threadIdx.x);
-    if (i < shares.gated) {
-      p.hidden[static_cast<size_t>(row) * p.width + shares.unit + i / 2] = __float2bfloat16(silu(own) * scale * sums.sum(threadIdx.x + 8));
-    } else {
-      const float logit = own + (tile ? bias_of(i) : bias);
-      const float score = p.score == kSigmoid ? __fdividef(1.f, 1.f + __expf(-logit)) : logit;
-      store_packet(p.packets + static_cast<size_t>(row) * kRouted + shares.expert + i - shares.gated, score, tag);
-    }
+    if (threadIdx.x >= 64 || n >= live) continue;
+    if (tile == 0) scale = rows.factor(n, p.columns, p.eps); // also where this tile has nothing for the thread
+    if (i >= shares.count || (i < shares.gated && (i & 1))) continue;
+    const float own = sums.sum(threadIdx.x);
+    if (i < shares.gated)
+      p.hidden[static_cast<size_t>(row) * p.width + shares.unit + i / 2] = unit_of(scale, own, sums.sum(threadIdx.x + 8));
+    else
+      store_packet(p.packets + static_cast<size_t>(row) * kRouted + shares.expert + i - shares.gated, score_of(p, scale, own, tile ? bias_of(i) : bias), tag);
   }
   if (warp >= 2) // normed rows, by all blocks together
 #pragma unroll 1
-    for (int i = static_cast<int>(gridDim.x) * (threadIdx.x - 64) + blockIdx.x; p.gamma && i < live * kChunks; i += gridDim.x * (kThreads - 64))
+    for (int i = static_cast<int>(gridDim.x) * (threadIdx.x - 64) + blockIdx.x; p.gamma && p.normed && i < live * kChunks; i += gridDim.x * (kThreads - 64))
       write_normed(p, static_cast<size_t>(blockIdx.y) * kRows * p.columns + static_cast<size_t>(i) * 8, i % kChunks * 8, rows.factor(i / kChunks, p.columns, p.eps));
   if (!chooses(p, last)) return;
-  RowScores &scores = *reinterpret_cast<RowScores *>(route_memory); // the rows are read
+  using Scores = RowScores<kRouted, kRows>;
+  Scores &scores = *reinterpret_cast<Scores *>(route_memory); // the rows are read
 #pragma unroll 1
   for (int real = gridDim.y > 1; real < 2; real++) { // rehearsed while the others' scores are on their way
     if (real) {
@@ -107,7 +109,7 @@ __global__ void __launch_bounds__(kThreads, 1) route(Router p) {
       if (threadIdx.x == 0) p.launches[blockIdx.y] = tag + 1; // all blocks have read it: their scores are here
     }
 #pragma unroll 1
-    for (int r = kWarps - 1 - warp; r < live; r += kWarps) choose_row(p, scores, correction, r, !real);
+    for (int r = kWarps - 1 - warp; r < live; r += kWarps) write_chosen(p, r, choose_row(p, scores, correction, r, !real));
   }
 }
 
@@ -116,22 +118,25 @@ inline dim3 route_grid(const Router &p, int blocks) {
   return dim3(most < blocks ? most : blocks, (p.rows + kRows - 1) / kRows);
 }
 
-template <int kThreads, int kPieces>
+template <int kColumns>
 inline cudaError_t launch_route(const Router &p, int blocks, cudaStream_t stream) {
+  constexpr int kThreads = route_threads(kColumns), kPieces = kColumns / kThreads;
+  static_assert(kPieces * kThreads == kColumns, "slices are whole pieces");
   const size_t rows = StagedRows<kThreads, kPieces>::bytes(p.rows);
-  return launch(route<kThreads, kPieces>, route_grid(p, blocks), kThreads, rows > sizeof(RowScores) ? rows : sizeof(RowScores), stream, 1, p);
+  const size_t shared = rows > sizeof(RowScores<kRouted, kRows>) ? rows : sizeof(RowScores<kRouted, kRows>);
+  return launch(route<kThreads, kPieces>, route_grid(p, blocks), kThreads, shared, stream, 1, p);
 }
 
 inline cudaError_t routed(const Router &p, int blocks, cudaStream_t stream) {
   if (p.experts > kRouted || p.choices > kRouterChoices || p.choices > p.experts || p.groups > 32) return cudaErrorInvalidValue;
   switch (p.columns) {
-  case 256: return launch_route<256, 1>(p, blocks, stream);
-  case 512: return launch_route<512, 1>(p, blocks, stream);
-  case 2048: return launch_route<512, 4>(p, blocks, stream);
-  case 2880: return launch_route<480, 6>(p, blocks, stream);
-  case 4096: return launch_route<512, 8>(p, blocks, stream);
-  case 5120: return launch_route<512, 10>(p, blocks, stream);
-  case 7168: return launch_route<512, 14>(p, blocks, stream);
+  case 256: return launch_route<256>(p, blocks, stream);
+  case 512: return launch_route<512>(p, blocks, stream);
+  case 2048: return launch_route<2048>(p, blocks, stream);
+  case 2880: return launch_route<2880>(p, blocks, stream);
+  case 4096: return launch_route<4096>(p, blocks, stream);
+  case 5120: return launch_route<5120>(p, blocks, stream);
+  case 7168: return launch_route<7168>(p, blocks, stream);
   default: return cudaErrorInvalidValue;
   }
 }

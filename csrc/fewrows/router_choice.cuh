@@ -17,7 +17,7 @@ struct Router {
   const bf16 *bias;        // [experts] or null
   const float *correction; // [experts] or null, for the choice alone
   const bf16 *shared;      // [2 * width, columns], gates first, or null
-  bf16 *normed;            // [rows, columns], where there is a gamma
+  bf16 *normed;            // [rows, columns] where there is a gamma, or null
   bf16 *hidden;            // [rows, width] of the shared expert, or null
   uint64_t *packets;       // [groups of rows * 8, kRouted] scores
   unsigned *launches;      // [groups of rows] number of each group's next launch; one before the first
@@ -29,11 +29,22 @@ struct Router {
 };
 
 // What a group's rows score, in shared memory. Code is short where it can be: it is cold where it runs.
+template <int kExperts, int kHeld>
 struct RowScores {
-  float of[kRows][kRouted];
-  uint32_t key[kRows][kRouted];      // that sort like what the choice goes by; 0: no expert
-  int chosen[kRows][kRouterChoices]; // experts, best first
+  float of[kHeld][kExperts];
+  uint32_t key[kHeld][kExperts];     // that sort like what the choice goes by; 0: no expert
+  int chosen[kHeld][kRouterChoices]; // experts, best first
 };
+
+// What a router makes of sums of products with rows whose norm's factor they lack: an expert's score before its correction, a unit
+// of the shared expert. One piece of code for all kernels, and no rounding left to the compiler.
+__device__ __forceinline__ float score_of(const Router &p, float factor, float sum, float bias) {
+  const float logit = fmaf(factor, sum, bias);
+  return p.score == kSigmoid ? __fdividef(1.f, 1.f + __expf(-logit)) : logit;
+}
+__device__ __forceinline__ bf16 unit_of(float factor, float gate, float up) {
+  return __float2bfloat16(silu(__fmul_rn(factor, gate)) * factor * up);
+}
 
 // One row's experts in a warp: lane l holds l, l + 32, …
 template <int kMany>
@@ -116,18 +127,19 @@ struct Candidates {
 };
 
 // Fills the scores of `live` rows as they come; correction: in shared memory. A thread's next two are on their way meanwhile.
-template <int kThreads>
-__device__ __forceinline__ void await_scores(const Router &p, RowScores &s, const float *correction, int live, unsigned tag) {
-  constexpr int kPairs = kRouted / 2;
-  const uint64_t *const from = p.packets + static_cast<size_t>(blockIdx.y) * kRows * kRouted;
-  Packets v = load_packets(from + 2 * threadIdx.x); // not read further than the group's rows reach
+template <int kThreads, int kExperts, int kHeld>
+__device__ __forceinline__ void await_scores(const Router &p, RowScores<kExperts, kHeld> &s, const float *correction, int live, unsigned tag) {
+  constexpr int kPairs = kExperts / 2;
+  const uint64_t *const packets = p.packets + static_cast<size_t>(blockIdx.y) * kRows * kRouted;
+  auto place = [&](int i) { return packets + i / kPairs * kRouted + i % kPairs * 2; }; // not further than the group's rows reach
+  Packets v = load_packets(place(min(static_cast<int>(threadIdx.x), kRows * kPairs - 1)));
 #pragma unroll 1
   for (int i = threadIdx.x; i < live * kPairs; i += kThreads) {
-    const Packets next = load_packets(from + 2 * min(i + kThreads, kRows * kPairs - 1));
+    const Packets next = load_packets(place(min(i + kThreads, kRows * kPairs - 1)));
     const int row = i / kPairs, e = 2 * (i % kPairs);
     const bool first = e < p.experts, second = e + 1 < p.experts;
 #pragma unroll 1
-    while ((first && !carries(v.a, tag)) || (second && !carries(v.b, tag))) v = load_packets(from + 2 * i);
+    while ((first && !carries(v.a, tag)) || (second && !carries(v.b, tag))) v = load_packets(place(i));
     const float a = first ? value_of(v.a) : 0.f, b = second ? value_of(v.b) : 0.f;
     const uint32_t above = sortable(a + correction[e]), below = sortable(b + correction[e + 1]);
     *reinterpret_cast<float2 *>(&s.of[row][e]) = make_float2(a, b);
@@ -136,13 +148,22 @@ __device__ __forceinline__ void await_scores(const Router &p, RowScores &s, cons
   }
 }
 
-// Ids and weights of row `row` of the group, by one warp, from its scores, 32 * kMany experts at most. rehearsed: of nothing, and
-// nothing is written, but the code has been fetched.
-template <int kMany>
-__device__ __forceinline__ void choose_row(const Router &p, RowScores &s, const float *correction, int row, bool rehearsed) {
+// What a lane of a warp holds of a row's choice: expert `lane` in descending order, -1 past the last.
+struct Chosen {
+  int id;
+  float weight;
+};
+__device__ __forceinline__ void write_chosen(const Router &p, int row, const Chosen &own) {
+  const size_t at = (static_cast<size_t>(blockIdx.y) * kRows + row) * p.choices + (threadIdx.x & 31);
+  if (own.id >= 0) p.ids[at] = own.id, p.weights[at] = own.weight;
+}
+
+// The choice of row `row` of the group, by one warp, from its scores, 32 * kMany experts at most. rehearsed: of nothing, and
+// nobody is chosen, but the code has been fetched.
+template <int kMany, int kExperts, int kHeld>
+__device__ __forceinline__ Chosen choose_row(const Router &p, RowScores<kExperts, kHeld> &s, const float *correction, int row, bool rehearsed) {
   using All = Candidates<kMany>;
   const int lane = threadIdx.x & 31;
-  const size_t at = static_cast<size_t>(blockIdx.y) * kRows + row;
   float *const score = s.of[row];
   if (p.score == kSoftmax && !rehearsed) {
     float top = -INFINITY, sum = 0.f;
@@ -171,20 +192,14 @@ __device__ __forceinline__ void choose_row(const Router &p, RowScores &s, const 
     own = __fdividef(raised, warp_sum(raised));
   }
   if (p.renormalise) own = __fdividef(own, warp_sum(own) + 1e-20f);
-  if (!real || rehearsed) return;
-  p.ids[at * p.choices + lane] = id;
-  p.weights[at * p.choices + lane] = own * p.scale;
+  return {real && !rehearsed ? id : -1, own * p.scale};
 }
 
-__device__ __forceinline__ void choose_row(const Router &p, RowScores &s, const float *correction, int row, bool rehearsed) {
-  if (p.experts <= 128)
-    choose_row<4>(p, s, correction, row, rehearsed);
-  else if (p.experts <= 256)
-    choose_row<8>(p, s, correction, row, rehearsed);
-  else if (p.experts <= 384)
-    choose_row<12>(p, s, correction, row, rehearsed);
-  else
-    choose_row<kRouted / 32>(p, s, correction, row, rehearsed);
+__device__ __forceinline__ Chosen choose_row(const Router &p, RowScores<kRouted, kRows> &s, const float *correction, int row, bool rehearsed) {
+  if (p.experts <= 128) return choose_row<4>(p, s, correction, row, rehearsed);
+  if (p.experts <= 256) return choose_row<8>(p, s, correction, row, rehearsed);
+  if (p.experts <= 384) return choose_row<12>(p, s, correction, row, rehearsed);
+  return choose_row<kRouted / 32>(p, s, correction, row, rehearsed);
 }
 
 } // namespace eagle3

@@ -77,7 +77,7 @@ struct StagedRows {
 // Eight weight rows, one a lane group g: a warp's slice of kPieces pieces, or the first half of it and then the other.
 template <int kPieces>
 struct HalfTile {
-  static constexpr int kDepth = kPieces > 14 ? kPieces / 2 : kPieces;
+  static constexpr int kDepth = kPieces > 16 ? kPieces / 2 : kPieces;
   uint4 w[kDepth];
   const bf16 *from = nullptr; // the lane's columns of its row; null: there is no such row
 

@@ -52,17 +52,18 @@ class Int4Experts(Experts):
 
     def apply(self, ops, x, norm_weight, eps, router, activation, residual):
         """As Experts.apply."""
-        normed, ids, weights = router(ops, x, norm_weight, eps)
-        packed = self.gate_up, self.gate_up_scale, self.down, self.down_scale
-        return ops.experts_int4(normed, ids, weights, *packed, activation, residual)
+        return self._routed(ops, x, norm_weight, eps, router, activation, residual)
 
     def apply_beside(self, ops, x, norm_weight, eps, router, activation, residual, shared):
         """As Experts.apply_beside; SiLU in no more launches than without the shared expert."""
         if activation != "silu":
             return super().apply_beside(ops, x, norm_weight, eps, router, activation, residual, shared)
-        normed, ids, weights, hidden = router(ops, x, norm_weight, eps, shared.gate_up)
+        return self._routed(ops, x, norm_weight, eps, router, activation, residual, shared.gate_up, shared.down)
+
+    def _routed(self, ops, x, norm_weight, eps, router, *rest):
+        choice = router.gate, router.rule, router.bias, router.correction
         packed = self.gate_up, self.gate_up_scale, self.down, self.down_scale
-        return ops.experts_int4(normed, ids, weights, *packed, activation, residual, hidden, shared.down)
+        return ops.moe_int4(x, norm_weight, eps, *choice, *packed, *rest)
 
 
 class Int4Groups:

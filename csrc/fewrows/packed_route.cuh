@@ -1,0 +1,133 @@
+// A router inside the launch of gate and up that follows it, for one group of rows, and beside it a shared expert's gate and up:
+// blocks score some experts each, hand the scores to one another as packets, and every block chooses for itself. All blocks are
+// resident at once. The sums are those of router.cuh's kernel, in its order.
+#pragma once
+
+#include "packed_rows.cuh"
+
+namespace eagle3 {
+
+// Tiles of weight rows, 8 at most, dealt to the blocks in turn: experts first, evenly over the blocks that the shared expert leaves,
+// then that one's gates and ups in turn.
+struct RouteTiles {
+  int each, routing, count; // experts of a tile; tiles of experts; all
+  __device__ __forceinline__ explicit RouteTiles(const Router &r) {
+    const int beside = (2 * r.width + 7) / 8, left = max(static_cast<int>(gridDim.x) - beside, 1);
+    each = min(static_cast<int>(static_cast<unsigned>(r.experts + left - 1) / static_cast<unsigned>(left)), 8);
+    routing = static_cast<int>(static_cast<unsigned>(r.experts + each - 1) / static_cast<unsigned>(each)), count = routing + beside;
+  }
+  __device__ __forceinline__ int rows(const Router &r, int tile) const {
+    return tile < routing ? min(each, r.experts - tile * each) : min(8, 2 * r.width - (tile - routing) * 8);
+  }
+  __device__ __forceinline__ const bf16 *row(const Router &r, int tile, int i) const {
+    if (tile < routing) return r.gate + static_cast<size_t>(tile * each + i) * r.columns;
+    return r.shared + static_cast<size_t>((tile - routing) * 4 + i / 2 + (i & 1) * r.width) * r.columns;
+  }
+};
+
+// Rows of which gate and up has kernels with a router.
+constexpr bool route_inside(int columns) { return columns == 256 || columns == 2880 || columns == 7168; }
+template <class P>
+inline bool routes_inside(const P &p, const Router &r) {
+  return r.gate && p.rows <= kRows && route_inside(p.columns) && r.experts <= 32 * P::Format::kCandidates;
+}
+
+// kMany: 32 times as many experts at most; kHeld: rows at most.
+template <class F, int kColumns, int kWarps, int kSpans, int kMany, int kHeld>
+struct InnerRouter {
+  static constexpr int kThreads = kWarps * 32, kPieces = kSpans * 4, kExperts = kMany * 32;
+  static constexpr int kSlice = kColumns / route_threads(kColumns), kSlices = route_threads(kColumns) / 32; // a sum's parts: pieces, parts
+  static_assert(kPieces % kSlice == 0 && kSlices <= kWarps * (kPieces / kSlice), "a warp has whole parts");
+  static constexpr int kOwn = (kExperts + kThreads - 1) / kThreads;
+  union Memory { // in shared memory, one after the other
+    TileSums<kSlices> sums;
+    RowScores<kExperts, kHeld> scores;
+  };
+  const RouteTiles tiles;
+  float bias, correction[kOwn];
+  uint4 w[kPieces];
+
+  // Before the wait.
+  __device__ __forceinline__ explicit InnerRouter(const Router &r) : tiles(r) {
+    bias = bias_of(r, blockIdx.x);
+#pragma unroll
+    for (int k = 0; k < kOwn; k++) {
+      const int e = threadIdx.x + k * kThreads;
+      correction[k] = r.correction && e < r.experts ? r.correction[e] : 0.f;
+    }
+    if (static_cast<int>(blockIdx.x) < tiles.count) fetch(r, blockIdx.x);
+  }
+  // Of the expert whose scores this thread adds.
+  __device__ __forceinline__ float bias_of(const Router &r, int tile) const {
+    const int i = threadIdx.x >> 3;
+    return r.bias && tile < tiles.routing && i < tiles.rows(r, tile) ? __bfloat162float(r.bias[tile * tiles.each + i]) : 0.f;
+  }
+  __device__ __forceinline__ void fetch(const Router &r, int tile) {
+    const int lane = threadIdx.x & 31, column = (threadIdx.x >> 5) * kPieces * kPiece + (lane & 3) * 8;
+    const bf16 *const from = tiles.row(r, tile, min(lane >> 2, tiles.rows(r, tile) - 1)) + column;
+#pragma unroll
+    for (int i = 0; i < kPieces; i++) {
+      w[i] = make_uint4(0, 0, 0, 0);
+      if (kColumns == kThreads * kPieces || column + i * kPiece < kColumns) w[i] = load_weights(from + i * kPiece);
+    }
+  }
+  // Products of the tile in w; row: where the lane's row begins.
+  __device__ __forceinline__ void multiply(const uint4 *row, TileSums<kSlices> &sums) const {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, t = lane & 3;
+#pragma unroll
+    for (int part = 0; part < kPieces / kSlice; part++) {
+      float4 c = make_float4(0.f, 0.f, 0.f, 0.f), odd = c;
+      const int slice = warp * (kPieces / kSlice) + part;
+      if (slice >= kSlices) continue;
+#pragma unroll
+      for (int i = part * kSlice; i < (part + 1) * kSlice; i++) { // as HalfTile multiplies
+        const uint4 y = F::straight(row[warp * kPieces * 4 + i * 4 + (t ^ (i & 3))]);
+        mma(c, w[i].x, w[i].y, w[i].z, w[i].w, y.x, y.z);
+        mma(odd, w[i].x, w[i].y, w[i].z, w[i].w, y.y, y.w);
+      }
+      *reinterpret_cast<float2 *>(&sums.of[slice][(lane >> 2) * 8 + 2 * t]) = make_float2(c.x + odd.z, c.y + odd.w);
+    }
+  }
+  // What a thread adds: expert or unit threadIdx.x / 8 of the tile for row threadIdx.x % 8.
+  __device__ __forceinline__ void send(const Router &r, int tile, int live, float factor, float bias, const TileSums<kSlices> &sums, unsigned tag) const {
+    const int i = threadIdx.x >> 3, row = threadIdx.x & 7;
+    if (row >= live || i >= tiles.rows(r, tile)) return;
+    if (tile < tiles.routing)
+      store_packet(r.packets + row * kRouted + tile * tiles.each + i, score_of(r, factor, sums.sum(threadIdx.x), bias), tag);
+    else if (i % 2 == 0)
+      r.hidden[row * r.width + (tile - tiles.routing) * 4 + i / 2] = unit_of(factor, sums.sum(threadIdx.x), sums.sum(threadIdx.x + 8));
+  }
+  // Scores of the `live` rows, then their choice, noted in `choice`; the last block, which has no more tiles than others, publishes
+  // it for the next kernel, which may begin when all blocks let it. row: the lane's; factor(row): of a norm. A barrier follows.
+  template <class Factor>
+  __device__ __forceinline__ void choose(const Router &r, const uint4 *row, int live, unsigned tag, Factor factor, Memory &memory,
+                                         float *corrections, GroupChoice &choice) {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+#pragma unroll
+    for (int k = 0; k < kOwn; k++)
+      if (threadIdx.x + k * kThreads < kExperts) corrections[threadIdx.x + k * kThreads] = correction[k];
+#pragma unroll 1
+    for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
+      const bool first = tile == static_cast<int>(blockIdx.x);
+      if (!first) fetch(r, tile);
+      multiply(row, memory.sums);
+      __syncthreads();
+      if (threadIdx.x < 64) send(r, tile, live, factor(threadIdx.x & 7), first ? bias : bias_of(r, tile), memory.sums, tag);
+      __syncthreads(); // the sums are read
+    }
+    await_scores<kThreads>(r, memory.scores, corrections, live, tag);
+    __syncthreads();
+#pragma unroll 1
+    for (int own = kWarps - 1 - warp; own < live; own += kWarps) {
+      const Chosen chosen = choose_row<kMany>(r, memory.scores, corrections, own, false);
+      if (chosen.id < 0) continue;
+      choice.note(own * r.choices + lane, chosen.id);
+      if (blockIdx.x != gridDim.x - 1) continue;
+      write_chosen(r, own, chosen);
+      __threadfence();
+    }
+    __syncthreads();
+  }
+};
+
+} // namespace eagle3

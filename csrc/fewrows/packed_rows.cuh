@@ -1,0 +1,128 @@
+// A group's rows in shared memory, as gate and up over four-bit codes multiply them: [rows][kPitch] chunks of 8 columns in the order of a
+// format F. Rows lie on different banks.
+#pragma once
+
+#include "packed.cuh"
+#include "router.cuh"
+
+namespace eagle3 {
+
+// The row of a lane's sums; rows that do not exist: the first, whose sums nobody reads twice.
+__device__ __forceinline__ int lane_row(int live) {
+  const int g = fresh_thread() >> 2 & 7;
+  return g < live ? g : 0;
+}
+
+// Rows that come normed, the eights of a span's groups four apart.
+template <class F, int kColumns, int kWarps, int kSpans>
+struct PlainRows {
+  static constexpr int kThreads = kWarps * 32, kChunks = kWarps * kSpans * 16, kPitch = kChunks + 4;
+  static constexpr int kOwn = (kSpans + 1) / 2; // chunks of a thread
+  static constexpr bool kLacking = false, kTight = false;
+  using Squares = float;
+  uint4 *const rows;
+  __device__ __forceinline__ PlainRows(uint4 *memory, float &, const bf16 *) : rows(memory) {}
+  // `live` rows of x. All threads of the block call it; a barrier follows.
+  __device__ __forceinline__ void stage(const bf16 *x, int live) {
+#pragma unroll
+    for (int k = 0; k < kOwn; k++) {
+      const int c = threadIdx.x + k * kThreads;
+      uint4 v[kRows];
+#pragma unroll
+      for (int r = 0; r < kRows; r++) {
+        v[r] = make_uint4(0, 0, 0, 0);
+        if (r < live && c * 8 < kColumns) v[r] = load_rows(x + r * kColumns + c * 8);
+      }
+#pragma unroll
+      for (int r = 0; r < kRows; r++)
+        if (r < live && c < kChunks) rows[r * kPitch + (c & ~15) + (c & 3) * 4 + (c >> 2 & 3)] = F::operand(v[r]);
+    }
+  }
+  static __device__ __forceinline__ int of_lane(int live) { return lane_row(live) * kPitch; }
+  static __device__ __forceinline__ int of_group(int t) { return t; }
+  static __device__ __forceinline__ int fresh(int at) { return at; }
+  static __device__ __forceinline__ int eighth(int at, int eight) { return at + eight * 4; }
+  __device__ __forceinline__ float factor(int, float) const { return 1.f; }
+};
+
+// Rows times a norm's gains; sums of them lack the norm's factor. Four neighbours lie in an order of their own, so that four that
+// follow one another (a router's) and four that lie four apart (an expert's) are on different banks.
+template <class F, int kColumns, int kWarps, int kSpans>
+struct GainedRows {
+  static constexpr int kThreads = kWarps * 32, kChunks = kWarps * kSpans * 16, kPitch = kChunks + 4;
+  static constexpr int kReal = kColumns / 8, kOwn = (kReal + kThreads - 1) / kThreads; // chunks that exist; of a thread
+  static constexpr int kParts = route_threads(kColumns) > kThreads ? kOwn : 1; // a thread's squares go apart where the router's do
+  static constexpr bool kLacking = true, kTight = true; // a factor; what can wait in shared memory takes no registers
+  static constexpr uint32_t kOnes = 0x3f803f80u;        // two of them, in bf16
+  using Squares = float[kParts * kWarps][kRows];
+  uint4 *const rows;
+  float (*const squares)[kRows]; // [kParts * kWarps]
+  uint4 gain[kOwn];
+  const bool normed;
+
+  // Before the wait. gamma: [columns] or null: rows come normed.
+  __device__ __forceinline__ GainedRows(uint4 *memory, float (*squares)[kRows], const bf16 *gamma) : rows(memory), squares(squares), normed(gamma) {
+#pragma unroll
+    for (int k = 0; k < kOwn; k++) {
+      const int c = threadIdx.x + k * kThreads;
+      gain[k] = gamma && c < kReal ? load_weights(gamma + c * 8) : make_uint4(kOnes, kOnes, kOnes, kOnes);
+    }
+  }
+  // `live` rows of x. All threads of the block call it; a barrier follows.
+  __device__ __forceinline__ void stage(const bf16 *x, int live) {
+    float sum[kParts][kRows];
+#pragma unroll
+    for (int half = 0; half < kRows; half += kRows / 2) { // on their way together, as many as there are registers for
+#pragma unroll
+      for (int r = 0; r < kRows / 2; r++)
+#pragma unroll
+        for (int part = 0; part < kParts; part++) sum[part][half + r] = 0.f;
+      if (half >= live) continue;
+      uint4 v[kRows / 2][kOwn];
+#pragma unroll
+      for (int r = 0; r < kRows / 2; r++)
+#pragma unroll
+        for (int k = 0; k < kOwn; k++) {
+          const int c = threadIdx.x + k * kThreads;
+          load_rows_if(v[r][k], x + (half + r) * kColumns + c * 8, half + r < live && c < kReal);
+        }
+#pragma unroll
+      for (int r = 0; r < kRows / 2; r++)
+#pragma unroll
+        for (int k = 0; k < kOwn; k++) {
+          const int c = threadIdx.x + k * kThreads;
+          if (half + r < live && c < kReal)
+            rows[(half + r) * kPitch + (c ^ (c >> 2 & 3))] = F::operand(gained(v[r][k], gain[k], sum[k % kParts][half + r]));
+        }
+    }
+    if constexpr (kReal < kChunks) // columns that do not exist
+      for (int i = threadIdx.x; i < live * (kChunks - kReal); i += kThreads)
+        rows[i / (kChunks - kReal) * kPitch + kReal + i % (kChunks - kReal)] = make_uint4(0, 0, 0, 0);
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int part = 0; part < kParts; part++) {
+      const float total = sum_of_rows(sum[part]);
+      if ((lane & 3) == 0) squares[part * kWarps + (threadIdx.x >> 5)][lane >> 2] = total;
+    }
+    __syncthreads();
+  }
+  // Where the row of this lane's sums begins; rows that do not exist: the first. The first eight of group t of a span; another one
+  // of that group, which follows from it where it is needed: they would take registers.
+  static __device__ __forceinline__ int of_lane(int live) { return lane_row(live) * kPitch; }
+  static __device__ __forceinline__ int of_group(int t) { return t * 5; }
+  static __device__ __forceinline__ int fresh(int at) {
+    asm volatile("" : "+r"(at));
+    return at;
+  }
+  static __device__ __forceinline__ int eighth(int at, int eight) { return at ^ eight; }
+  // What sums of row r are still to be multiplied by.
+  __device__ __forceinline__ float factor(int r, float eps) const {
+    if (!normed) return 1.f;
+    float total = 0.f;
+#pragma unroll
+    for (int w = 0; w < kParts * kWarps; w++) total += squares[w][r];
+    return rsqrtf(total / kColumns + eps);
+  }
+};
+
+} // namespace eagle3
