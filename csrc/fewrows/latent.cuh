@@ -47,6 +47,9 @@ constexpr size_t kLatentBytes = (kStages * kLatentStage + 16 * kScorePitch) * 2 
 // itself: past the lanes, one more block does so for the second row of a pair, while that lane's own block does for the first.
 template <int kStages>
 __global__ void __launch_bounds__(kLatentThreads, 1) latent_attend(LatentAttention p) {
+  // Values begin already, and the output projection: what they read before their own waits is older than the projection before
+  // the heads.
+  launch_dependents();
   extern __shared__ uint4 latent_memory[];
   __shared__ float keep[16];
   __shared__ uint8_t path[kPair][64]; // node at each depth
@@ -85,6 +88,10 @@ __global__ void __launch_bounds__(kLatentThreads, 1) latent_attend(LatentAttenti
   };
   // positions of a tile below the prefix: their rows are older than the kernel before this one, nodes are not
   auto committed = [&](LatentTurn turn) { return min(kLatentTile, max(0, prefix - turn.tile * kLatentTile)); };
+  // positions of it that somebody sees: past them are zeros
+  auto reached = [&](LatentTurn turn) {
+    return turn.row < 0 ? kLatentTile : min(kLatentTile, max(committed(turn), (turn.row ? last[1] : last[0]) + 1 - turn.tile * kLatentTile));
+  };
   auto fetch = [&](LatentTurn turn, int stage, int from, int to) { // positions from … to of the tile
 #pragma unroll 1
     for (int i = from * (kLatentRow / 8) + threadIdx.x; i < to * (kLatentRow / 8); i += kLatentThreads) {
@@ -95,17 +102,26 @@ __global__ void __launch_bounds__(kLatentThreads, 1) latent_attend(LatentAttenti
     }
   };
   LatentTurn turn = begin(own), ahead = turn;
-  fetch(turn, 0, 0, committed(turn));
-  wait_for_predecessor();
-  launch_dependents();
-  fetch(turn, 0, committed(turn), kLatentTile);
   bf16 *const queries = stages + kLatentStage; // on their way into registers
+  auto fetch_queries = [&](int from, int to) {
 #pragma unroll 1
-  for (int i = threadIdx.x; i < 16 * (kLatentRow / 8); i += kLatentThreads) {
-    const int m = i / (kLatentRow / 8), c = i % (kLatentRow / 8) * 8, r = m / kHeadBlock, h = m % kHeadBlock;
-    const size_t from = static_cast<size_t>(line + (r < rows ? r : 0)) * p.heads + head0 + h;
-    copy_async(queries + m * kLatentPitch + c, p.q + from * kLatentRow + c, r < rows);
+    for (int i = from * (kLatentRow / 8) + threadIdx.x; i < to * (kLatentRow / 8); i += kLatentThreads) {
+      const int m = i / (kLatentRow / 8), c = i % (kLatentRow / 8) * 8, r = m / kHeadBlock, h = m % kHeadBlock;
+      const size_t at = static_cast<size_t>(line + (r < rows ? r : 0)) * p.heads + head0 + h;
+      copy_async(queries + m * kLatentPitch + c, p.q + at * kLatentRow + c, r < rows);
+    }
+  };
+  // all but the nodes and the queries before the wait, and where the nodes lie
+  fetch(turn, 0, 0, committed(turn));
+  fetch(turn, 0, reached(turn), kLatentTile);
+  fetch_queries(rows * kHeadBlock, 16);
+  if (turn.row >= 0) {
+    const int first = pages[min(prefix / p.page, p.columns - 1)];
+    asm volatile("" ::"r"(first));
   }
+  wait_for_predecessor();
+  fetch(turn, 0, committed(turn), reached(turn));
+  fetch_queries(0, rows * kHeadBlock);
   commit_copies();
   wait_copies<0>();
   __syncthreads();
@@ -219,11 +235,12 @@ __global__ void __launch_bounds__(kLatentThreads, 1) latent_attend(LatentAttenti
 __host__ __device__ inline int value_rows(int rows) { return rows <= 2 * kRows ? kPair : kRows; }
 
 // Block (x, y): values x mod 4 * 32 … of head x / 4 for rows y: partials merged, then the head's matrix.
-__global__ void __launch_bounds__(256) latent_values(LatentAttention p) {
+__global__ void __launch_bounds__(256, 1) latent_values(LatentAttention p) {
   constexpr int kBlock = 32, kPitch = kLatent + 8;
   constexpr int kBatch = 18; // partials in flight: those of 576 positions
   __shared__ __align__(16) bf16 latents[kRows * kPitch];
   __shared__ float red[4 * 256];
+  launch_dependents(); // the output projection asks for its weights as early as there is room
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int head = blockIdx.x / (kHeadValues / kBlock), first = blockIdx.x % (kHeadValues / kBlock) * kBlock;
   const int per = value_rows(p.rows), first_row = blockIdx.y * per, live = min(per, p.rows - first_row), tile = warp % 2, slice = warp / 2;
@@ -240,16 +257,11 @@ __global__ void __launch_bounds__(256) latent_values(LatentAttention p) {
     return min(p.lanes, last / kLatentTile + 1);
   };
   int count = partials_of(warp);
-  launch_dependents(); // the output projection asks for its weights while attention runs
   wait_for_predecessor();
 #pragma unroll 1
   for (int job = warp; job < live * 4; count = partials_of(job += 8)) { // a row, a quarter of its columns
     const size_t at = (static_cast<size_t>(first_row + job / 4) * p.heads + head) * p.lanes;
     const float *from = p.totals + at * kLatent + job % 4 * 128 + lane * 4;
-    uint4 v[kBatch];
-    auto load = [&](int c) { return load_rows(from + min(c, count - 1) * kLatent); };
-#pragma unroll
-    for (int c = 0; c < kBatch; c++) v[c] = load(c);
     float top[2], norm[2];
 #pragma unroll
     for (int j = 0; j < 2; j++) {
@@ -257,6 +269,10 @@ __global__ void __launch_bounds__(256) latent_values(LatentAttention p) {
       top[j] = own < count ? load_float(p.stats + (at + own) * 2) : -INFINITY;
       norm[j] = own < count ? load_float(p.stats + (at + own) * 2 + 1) : 0.f;
     }
+    uint4 v[kBatch];
+    auto load = [&](int c) { return load_rows(from + min(c, count - 1) * kLatent); };
+#pragma unroll
+    for (int c = 0; c < kBatch; c++) v[c] = load(c);
     float high = warp_max(fmaxf(top[0], top[1]));
     high = high == -INFINITY ? 0.f : high;
     const float share[2] = {exp2f(top[0] - high), exp2f(top[1] - high)};
