@@ -14,26 +14,26 @@ import triton.language as tl
 from . import experts as moe
 from . import experts_fp8 as fp8
 from . import moe as block_of_experts
-from . import nibbles, prefill
+from . import prefill
 from .activation import gated
 from .mlp import halves
-from .turns import CODES, WORDS, places, spread, turned, unpacked
+from .turns import CODES, LIFT, TURN, factors, places, spread, turned, unpacked
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Launch sizes: `rows` pairs of one expert and `outputs` weight rows a program. Only `WORDS` decide the order of a
-    sum."""
+    """Launch sizes: `rows` pairs of one expert and `outputs` weight rows a program, `turns` turns of them at a time.
+    The order of a sum follows from the turns alone, however many are taken together."""
 
     rows: int
     outputs: int
+    turns: int
     warps: int
     stages: int
 
-    @property
-    def constants(self):
+    def constants(self, kind):
         """The kernel's compile-time arguments."""
-        return {"BR": self.rows, "BO": self.outputs}
+        return {"KIND": kind, "BR": self.rows, "BO": self.outputs, "BW": TURN // CODES[kind] * self.turns}
 
     @property
     def options(self):
@@ -41,17 +41,18 @@ class Packed:
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
-NARROW = Packed(16, 32, 4, 2)  # in fp32, whose products are IEEE and run on the FMA units
-SIZES = {  # and for how many pairs an expert, on average
-    Packed(32, 64, 4, 4): 24,
-    Packed(64, 128, 4, 3): 96,
-    Packed(128, 128, 8, 3): float("inf"),
+NARROW = Packed(16, 32, 1, 4, 2)  # in fp32, whose products are IEEE and run on the FMA units
+PAIRS = 24  # an expert, on average, from which on the second sizes are faster
+SIZES = {
+    "int4": (Packed(32, 64, 2, 4, 3), Packed(64, 128, 1, 8, 3)),
+    "fp4": (Packed(32, 64, 1, 4, 3), Packed(64, 128, 1, 8, 3)),
+    "fp8": (Packed(32, 64, 1, 4, 3), Packed(64, 128, 1, 4, 3)),  # a turn at a time: each has a scale
 }
 
 
-def of_experts(dtype, pairs, experts):
+def of_experts(kind, dtype, pairs, experts):
     """Sizes of a product whose tiles are pairs of one expert."""
-    return NARROW if dtype == torch.float32 else next(sizes for sizes, most in SIZES.items() if pairs <= most * experts)
+    return NARROW if dtype == torch.float32 else SIZES[kind][pairs > PAIRS * experts]
 
 
 @triton.jit
@@ -61,8 +62,9 @@ def _scales(s_ptr, first, ok, word, KIND: tl.constexpr, WORDS: tl.constexpr, GRO
     if KIND == "fp8":
         s = tl.load(s_ptr + first + word // GROUP, mask=ok & (word < WORDS), other=0.0)
     else:
-        at = word + 4 * tl.arange(0, BW // 4)
-        s = tl.load(s_ptr + first[:, None] + (at // GROUP)[None, :], mask=ok[:, None] & (at < WORDS)[None, :], other=0)
+        four = word // 4 + tl.arange(0, BW // 4)  # words: no scale is of fewer
+        mask = ok[:, None] & (four < WORDS // 4)[None, :]
+        s = tl.load(s_ptr + first[:, None] + (four // (GROUP // 4))[None, :], mask=mask, other=0)
     return s
 
 
@@ -78,6 +80,7 @@ def _sums(
     fp32; else a weight is code * scale rounded to the dtype of x. Scales are asked for a turn ahead.
     """
     codes: tl.constexpr = 4 if KIND == "fp8" else 8
+    places: tl.constexpr = (WORDS * codes + 127) // 128 * 128
     at, k = tl.arange(0, BW), tl.arange(0, codes * BW)
     low, first = outs.to(tl.int64) * WORDS, scaled * ((WORDS + GROUP - 1) // GROUP)
     total = tl.zeros([BO, BR], tl.float32)
@@ -85,26 +88,30 @@ def _sums(
     for word in tl.range(0, WORDS, BW):
         mask = ok[:, None] & ((word + at < WORDS) | (WORDS % BW == 0))[None, :]
         w = tl.load(w_ptr + low[:, None] + (word + at)[None, :], mask=mask, other=0)
-        x = tl.load(x_ptr + start[:, None] + (codes * word + k)[None, :], mask=live[:, None], other=0.0)
+        place = codes * word + k
+        mask = live[:, None] & ((place < places) | (places % (codes * BW) == 0))[None, :]
+        x = tl.load(x_ptr + start[:, None] + place[None, :], mask=mask, other=0.0)
         s = following
         following = _scales(s_ptr, first, ok, word + BW, KIND, WORDS, GROUP, BW)
         if KIND == "fp8":
             part = tl.dot(unpacked(w, s, KIND, x.dtype, PACKED), tl.trans(x), input_precision="ieee")
             total += part * s[:, None]
         else:
-            factor = nibbles._scales(s, KIND).to(x.dtype if PACKED else tl.float32)
-            factor = tl.reshape(tl.broadcast_to(factor[:, :, None], [BO, BW // 4, 4]), [BO, BW])
-            total = tl.dot(unpacked(w, factor, KIND, x.dtype, PACKED), tl.trans(x), total, input_precision="ieee")
+            factor = tl.broadcast_to(factors(s, KIND, PACKED)[:, :, None], [BO, BW // 4, 4])
+            part = unpacked(w, tl.reshape(factor, [BO, BW]), KIND, x.dtype, PACKED)
+            total = tl.dot(part, tl.trans(x), total, input_precision="ieee")
+    if PACKED and KIND != "fp8":
+        total *= LIFT
     return total
 
 
 @triton.jit(do_not_specialize=["choices"])
 def _gate_up(
-    x_ptr, w_ptr, s_ptr, bias_ptr, order_ptr, expert_ptr, h_ptr, choices, width, places,
+    x_ptr, w_ptr, s_ptr, bias_ptr, order_ptr, expert_ptr, h_ptr, choices, width,
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, WOVEN: tl.constexpr, PACKED: tl.constexpr,
     WORDS: tl.constexpr, GROUP: tl.constexpr, BO: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, tile): BO/2 gated units of the tile's pairs -> h [pairs, places] in turns.
+    """Program (i, tile): BO/2 gated units of the tile's pairs -> h [pairs, width in whole turns] in turns.
 
     WOVEN: rows are gate 0, up 0, gate 1, up 1 …, else all gate rows, then all up rows.
     """
@@ -116,7 +123,7 @@ def _gate_up(
         unit = tl.program_id(0) * half + m % half
         outs = unit * 2 + m // half if WOVEN else unit + m // half * width
         pair = tl.load(order_ptr + tl.program_id(1) * BR + tl.arange(0, BR))
-        start = (pair // choices).to(tl.int64) * ((WORDS + BW - 1) // BW * BW * codes)
+        start = (pair // choices).to(tl.int64) * ((WORDS * codes + 127) // 128 * 128)
         if KIND == "fp8":
             blocks = (width + 127) // 128
             scaled = expert * 2 * blocks + unit // 128 + m // half * blocks
@@ -132,8 +139,9 @@ def _gate_up(
         h = turned(gated(gate, up, ACTIVATION).to(h_ptr.dtype.element_ty), KIND)
         first, at = tl.program_id(0) * half, tl.arange(0, half)
         run: tl.constexpr = half // codes * 2  # places that lie together
-        at = first // (codes * BW) * (codes * BW) + at // run * (2 * BW) + first % (codes * BW) // codes * 2 + at % run
-        tl.store(h_ptr + pair.to(tl.int64)[:, None] * places + at[None, :], h, mask=(pair >= 0)[:, None])
+        at = first // 128 * 128 + at // run * (256 // codes) + first % 128 // codes * 2 + at % run
+        start = pair.to(tl.int64) * ((width + 127) // 128 * 128)
+        tl.store(h_ptr + start[:, None] + at[None, :], h, mask=(pair >= 0)[:, None])
 
 
 @triton.jit
@@ -148,7 +156,7 @@ def _down(
         codes: tl.constexpr = 4 if KIND == "fp8" else 8
         out = tl.program_id(0) * BO + tl.arange(0, BO)
         pair = tl.load(order_ptr + tl.program_id(1) * BR + tl.arange(0, BR))
-        start = pair.to(tl.int64) * ((WORDS + BW - 1) // BW * BW * codes)
+        start = pair.to(tl.int64) * ((WORDS * codes + 127) // 128 * 128)
         scaled = expert * outputs + out if KIND != "fp8" else expert * ((outputs + 127) // 128) + out // 128
         y = _sums(
             h_ptr, start, pair >= 0, w_ptr + expert * outputs * WORDS, s_ptr, out, scaled, out < outputs,
@@ -164,14 +172,13 @@ def run(kind, x, ids, weights, gate_up, down, activation, residual, woven=False)
     """Experts of `kind`; gate_up, down: (words int32 [E, out, words], scale, bias or None) each. -> [N, D]."""
     x, (wide, wide_scale, wide_bias), (tall, tall_scale, tall_bias) = x.contiguous(), gate_up, down
     (count, columns, words), pairs, choices = tall.shape, ids.numel(), ids.shape[1]
-    width, turn = words * CODES[kind], WORDS[kind]
-    sizes = of_experts(x.dtype, pairs, count)
+    sizes = of_experts(kind, x.dtype, pairs, count)
     order, expert = moe.group(ids, count, sizes.rows)
-    rows, h = spread(kind, x), x.new_empty(pairs, places(kind, words))
+    rows, h = spread(kind, x), x.new_empty(pairs, places(words * CODES[kind]))
     packed = x.dtype == torch.bfloat16 and (kind != "int4" or wide_scale.dtype == tall_scale.dtype == x.dtype)
-    own = {"KIND": kind, "PACKED": packed, "BW": turn} | sizes.constants | sizes.options
+    own = {"PACKED": packed} | sizes.constants(kind) | sizes.options
     _gate_up[(triton.cdiv(h.shape[1], sizes.outputs // 2), expert.numel())](
-        rows, wide, wide_scale, wide_bias, order, expert, h, choices, width, h.shape[1], ACTIVATION=activation,
+        rows, wide, wide_scale, wide_bias, order, expert, h, choices, words * CODES[kind], ACTIVATION=activation,
         BIAS=wide_bias is not None, WOVEN=woven, WORDS=wide.shape[2], GROUP=group(kind, wide, wide_scale), **own,
     )  # fmt: skip
     parts = x.new_empty(pairs, columns, dtype=torch.float32)
@@ -232,12 +239,11 @@ def specimens():
 
 def _specimens(kind, scale, act, name, columns, width, words):
     types = dict.fromkeys(("x_ptr", "h_ptr", "bias_ptr"), name) | {"w_ptr": "*i32", "s_ptr": scale}
-    types |= dict.fromkeys(("order_ptr", "expert_ptr"), "*i32") | dict.fromkeys(("choices", "width", "places"), "i32")
+    types |= dict.fromkeys(("order_ptr", "expert_ptr"), "*i32") | dict.fromkeys(("choices", "width"), "i32")
     tall = {n: types[n] for n in _down.arg_names if n in types} | {"y_ptr": "*fp32", "outputs": "i32"}
     biased, cases = act != "silu", []
-    for sizes in [NARROW] if name == "*fp32" else SIZES:
-        own = {"KIND": kind, "PACKED": name == "*bf16", "BIAS": biased, "GROUP": words, "BW": WORDS[kind]}
-        own |= sizes.constants
+    for sizes in [NARROW] if name == "*fp32" else SIZES[kind]:
+        own = {"PACKED": name == "*bf16", "BIAS": biased, "GROUP": words} | sizes.constants(kind)
         first = {"ACTIVATION": act, "WOVEN": biased, "WORDS": columns // CODES[kind]}
         cases.append((_gate_up, types, own | first, sizes.options))
         cases.append((_down, tall, own | {"WORDS": width // CODES[kind]}, sizes.options))

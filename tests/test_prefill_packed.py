@@ -41,12 +41,12 @@ def packed(op, make, experts, columns, width):
 
 
 @pytest.mark.parametrize("device, dtype", HALVES)
-@pytest.mark.parametrize("sizes", prefill_packed.SIZES, ids=lambda sizes: f"{sizes.rows}x{sizes.outputs}")
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("op", PACKED)
-def test_every_tile(op, device, dtype, sizes, monkeypatch):
+def test_every_tile(op, device, dtype, many, monkeypatch):
     """Kills: tables made for other tiles; turns of words past a row's last; units stored in another order than their
     weights; programs of units past the last that leave their places as they were; scales a turn late."""
-    monkeypatch.setattr(prefill_packed, "SIZES", {sizes: float("inf")})
+    monkeypatch.setattr(prefill_packed, "PAIRS", 0 if many else 1000)
     make = Make(dtype, device, 43)
     for rows, columns, width in ((150, 160, 96), (5, 416, 32)):
         given = make.floats(rows, columns), *ragged(make, rows, 5, 2), *packed(op, make, 5, columns, width)
@@ -56,15 +56,18 @@ def test_every_tile(op, device, dtype, sizes, monkeypatch):
 @pytest.mark.parametrize("device, dtype", HALVES)
 @pytest.mark.parametrize("op", PACKED)
 def test_a_row_is_alone(op, device, dtype):
-    """Kills: sums whose order follows the tile; NaN of one row that reaches its tile."""
+    """Kills: sums whose order follows the tile (on a GPU: a product in the interpreter has no order of its own); NaN of
+    one row that reaches its tile."""
     make = Make(dtype, device, 47)
     own = make.floats(70, 160), *ragged(make, 70, 5, 2)
     rest, run = packed(op, make, 5, 160, 96), getattr(kernels.PREFILL, op)
     whole = run(*own, *rest)
     assert torch.isfinite(whole).all()
-    chosen = [prefill_packed.of_experts(dtype, 2 * n, 5) for n in (70, 30)]
-    assert chosen[0] is not chosen[1]
-    assert same(run(*(x[40:] for x in own), *rest), whole[40:])
+    for sizes in prefill_packed.SIZES:
+        few, many = (prefill_packed.of_experts(sizes, dtype, 2 * n, 5) for n in (30, 70))
+        assert few.rows < many.rows
+    fewer = run(*(x[40:] for x in own), *rest)
+    assert same(fewer, whole[40:]) if device == "cuda" else torch.allclose(fewer, whole[40:], atol=4e-3, rtol=1e-2)
     spoilt = own[0].clone()
     spoilt[::2] = float("nan")
     assert same(run(spoilt, *own[1:], *rest)[1::2], whole[1::2])

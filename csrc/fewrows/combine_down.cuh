@@ -3,6 +3,7 @@
 #pragma once
 
 #include "bulk.cuh"
+#include "cluster.cuh"
 #include "softmax_choice.cuh"
 
 namespace eagle3 {
@@ -35,9 +36,13 @@ __global__ void __launch_bounds__(kThreads + 32, 1) combine_down(Experts p) {
   const int *const listed = p.chosen + static_cast<size_t>(blockIdx.y) * (1 + kChosen);
   const int chosen = load_int(listed);
   if (warp == kThreads / 32) { // asks for weights, and needs nobody's end
-    if (lane == 0) ring.open(kThreads / 32);
+    int id[kChosen / 32]; // on their way while the barriers are made
 #pragma unroll
-    for (int k = 0; k < kChosen / 32; k++) list[lane + k * 32] = load_int(listed + 1 + lane + k * 32);
+    for (int k = 0; k < kChosen / 32; k++) id[k] = load_int(listed + 1 + lane + k * 32);
+    if (lane == 0) ring.open(kThreads / 32);
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kChosen / 32; k++) list[lane + k * 32] = id[k];
     __syncwarp();
     auto ask = [&](int u) {
       ring.begin(u, kOutputs * Slots::kRowBytes);
@@ -45,19 +50,21 @@ __global__ void __launch_bounds__(kThreads + 32, 1) combine_down(Experts p) {
       char *to = reinterpret_cast<char *>(down_memory) + u % Slots::kSlots * Slots::kSlotBytes + lane * Slots::kPitch;
       if (lane < kOutputs) copy_bulk(to, from, Slots::kRowBytes, ring.full + u % Slots::kSlots);
     };
-    int u = 0;
 #pragma unroll 1
-    for (; u < Slots::kSlots && u < chosen; u++) ask(u);
-    __syncthreads();
-#pragma unroll 1
-    for (; u < chosen; u++) ask(u);
+    for (int u = 0; u < chosen; u++) ask(u);
     __syncthreads();
     return;
   }
   const int column = warp * kPieces * kPiece + t * 8;
   const float *const shares = p.shares + static_cast<size_t>(blockIdx.y) * kChosen * kHeld;
+  constexpr int kShares = (kChosen * kHeld + kThreads - 1) / kThreads;
+  float own_share[kShares]; // all on their way at once
 #pragma unroll
-  for (int i = threadIdx.x; i < kChosen * kHeld; i += kThreads) share[i] = load_float(shares + i);
+  for (int k = 0; k < kShares; k++) own_share[k] = threadIdx.x + k * kThreads < kChosen * kHeld ? load_float(shares + threadIdx.x + k * kThreads) : 0.f;
+  __syncthreads(); // the ring's barriers are made
+#pragma unroll
+  for (int k = 0; k < kShares; k++)
+    if (threadIdx.x + k * kThreads < kChosen * kHeld) share[threadIdx.x + k * kThreads] = own_share[k];
   uint4 b[kDepth][kGroups][kPieces];
   auto rows = [&](int d, int u) { // a row that did not choose the expert is zeros
 #pragma unroll
@@ -67,7 +74,7 @@ __global__ void __launch_bounds__(kThreads + 32, 1) combine_down(Experts p) {
       load_group(b[d][group], from, share[u * kHeld + row] >= 0.f);
     }
   };
-  __syncthreads();
+  meet_at(1, kThreads);
   wait_for_predecessor();
   launch_dependents();
   if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) ++*p.launch; // the kernel that reads it is done

@@ -208,8 +208,9 @@ inline cudaError_t launch_groups(const Projection &p, int multiprocessors, cudaS
   const size_t plain = Operand<kThreads, kPieces, kGroups, false, aside(kPieces, kGroups)>::kBytes;
   if constexpr (kThreads == 256 && kPieces == 8 && kGroups == 1 && !kGated) {
     using Whole = WholeBlock<kThreads, kPieces>;
-    const int blocks = p.gamma ? blocks_of(p.outputs, multiprocessors, Whole::kMost) : 0;
-    if (blocks) return launch(project_whole<kThreads, kPieces>, dim3(blocks, grid.y), kThreads, staged + Whole::Held::kBytes, stream, 1, p);
+    const WholeGrid whole = p.gamma ? whole_grid(p.outputs, multiprocessors, Whole::kMost) : WholeGrid{};
+    const size_t shared = staged + Whole::Held::kBytes;
+    if (whole.blocks) return launch(project_whole<kThreads, kPieces>, dim3(whole.blocks, grid.y), kThreads, shared, stream, whole.cluster, p);
   }
   if constexpr (kThreads == 256 && kPieces == 4 && kGroups == 1 && !kGated) {
     const int blocks = p.gamma ? 0 : narrow_blocks(p.outputs, multiprocessors);

@@ -129,8 +129,7 @@ struct HeldRows {
 };
 
 // Blocks of a projection that takes whole multiprocessors, up to `most` outputs each on their way before the wait: where that
-// suffices they leave 32 multiprocessors to attention, whose blocks begin beside none of these, nor these beside them. 0: too many
-// outputs.
+// suffices they leave 32 multiprocessors to the kernel after it, whose blocks begin beside none of these. 0: too many outputs.
 inline int blocks_of(int outputs, int multiprocessors, int most) {
   const int least = (outputs + most - 1) / most, tiles = (outputs + 15) / 16;
   return least > multiprocessors ? 0 : std::max(least, std::min(tiles, multiprocessors - 32));

@@ -1,6 +1,6 @@
 // A normed projection of one group of rows, all of whose weights are on their way before its wait, in registers and in shared
-// memory. Its few blocks take a multiprocessor each and leave the others to attention, which follows it. The sums of project.cuh,
-// to the bit.
+// memory. Its few blocks take a multiprocessor each and leave the others to attention, which follows it: in clusters of 8, only so
+// that what they leave lies together, as attention's clusters need it. The sums of project.cuh, to the bit.
 #pragma once
 
 #include "projection.cuh"
@@ -10,7 +10,7 @@ namespace eagle3 {
 // What a block holds: half tiles of 8 weight rows, kHalves of them in registers.
 template <int kThreads, int kPieces>
 struct WholeBlock {
-  static constexpr int kHalves = 5, kShared = 12, kMost = 8 * kHalves + kShared, kTiles = (kMost + 15) / 16;
+  static constexpr int kHalves = 5, kShared = 20, kMost = 8 * kHalves + kShared, kTiles = (kMost + 15) / 16;
   using Held = HeldRows<kThreads, kPieces, kShared>;
   uint4 w[kHalves][kPieces];
   // weight: the block's first row at the lane's columns; rows: how many there are, of which nobody reads what lies past them.
@@ -90,6 +90,18 @@ __global__ void __launch_bounds__(kThreads, 1) project_whole(Projection p) {
     const float y = factor * sum_partials<kThreads>(red[(warp + turn * kThreads / 32) >> 2], warp & 3, lane) + bias[turn] + before[turn];
     p.y[static_cast<size_t>(row) * p.outputs + begin + out] = __float2bfloat16(y);
   }
+}
+
+// How it is launched: in clusters on two thirds of the multiprocessors, 11 of the 15 clusters that an H200 takes at once, so that 4
+// are left to attention's groups of heads. Where those are too few, in more blocks and without clusters; 0: too many outputs.
+struct WholeGrid {
+  int blocks, cluster;
+};
+inline WholeGrid whole_grid(int outputs, int multiprocessors, int most) {
+  constexpr int kCluster = 8;
+  const int together = std::min((outputs + 15) / 16, multiprocessors * 2 / 3) / kCluster * kCluster;
+  if (together * most >= outputs) return {together, kCluster};
+  return {blocks_of(outputs, multiprocessors, most), 1};
 }
 
 } // namespace eagle3
