@@ -15,7 +15,8 @@ PROJECTIONS = """
 using namespace eagle3;
 int used(const Projection &p) {
   return launch_project<256, 8, false>(p, 132, nullptr) + launch_project<512, 8, false>(p, 132, nullptr) +
-         launch_project<256, 4, false>(p, 132, nullptr) + launch_long<8, false>(p, 132, nullptr) + launch_staged<14, false>(p, 132, nullptr);
+         launch_project<256, 4, false>(p, 132, nullptr) + launch_long<8, false>(p, 132, nullptr) +
+         launch_staged<14, false>(p, 132, nullptr);
 }
 """
 SUMS = """
