@@ -26,7 +26,7 @@ def widths(columns, page_size, device):
     on the CPU a pass reads every row of its table, so each is twice as wide as the one before.
     """
     if device.type == "cuda":
-        narrower = [SHORT // page_size]
+        narrower = [positions // page_size for positions in SHORT]
     else:
         narrower = (max(1, NARROW // page_size) << n for n in itertools.count())
     return (*itertools.takewhile(lambda width: 0 < width < columns, narrower), columns)

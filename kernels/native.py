@@ -33,8 +33,9 @@ HIDDEN, WIDTHS = (
 HEADS = (256, 512, 1024, 2048, 2880, 4096, 7168)  # columns of an output head (head.cuh)
 MOST_EXPERTS, MOST_CHOICES, HELD = 512, 8, 16  # held: rows of a block of them, at most
 SHARES = (1, 2, 4, 8)  # query heads a key head serves (attention.cuh)
-TILE, REACH = 64, 1024  # positions of a tile, and of the tiles that one cluster of blocks is enough for
-SHORT = REACH - TILE  # positions of the longest page table whose attention is one cluster's, which is faster
+TILE, RANKS = 64, (6, 8)  # positions of a tile; blocks of a cluster, each of which has two tiles
+# positions of the longest page tables that one such cluster serves, the faster: unwritten rows may reach a tile more
+SHORT = tuple((2 * ranks - 1) * TILE for ranks in RANKS)
 VECTORS, CLUSTERS, MOST_VECTORS = 16, 3, 1 << 18  # rows times heads of a part; clusters that merge; vectors of a pass
 
 
@@ -203,7 +204,7 @@ class Library:
         y = x.new_empty(b * t, heads * width)
         tree = None if tree is None else tree.contiguous()
         merge = {}
-        if pages.shape[1] * page_size > SHORT:  # several clusters: partials to merge
+        if pages.shape[1] * page_size > SHORT[-1]:  # several clusters: partials to merge
             float32 = dict(dtype=torch.float32, device=x.device)
             sums, stats = (torch.empty(vectors, CLUSTERS, n, **float32) for n in (width, 2))
             merge = dict(sums=sums, stats=stats, arrivals=self.attended)

@@ -50,12 +50,12 @@ def plain(engine):
 
 
 def test_widths():
-    """On a GPU the table whose attention has a kernel of its own, and all; on the CPU doubled. Mutants: a short table
+    """On a GPU the tables whose attention has kernels of its own, and all; on the CPU doubled. Mutants: a short table
     of more positions than that kernel takes; a width of no column or beyond the table."""
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert widths(516, 16, cuda) == (60, 516) and widths(129, 64, cuda) == (15, 129)
-    assert native.SHORT == 960 and widths(12, 100, cuda) == (9, 12)
-    assert widths(60, 16, cuda) == (60,) and widths(9, 1024, cuda) == (9,)
+    assert widths(516, 16, cuda) == (44, 60, 516) and widths(129, 64, cuda) == (11, 15, 129)
+    assert native.SHORT == (704, 960) and widths(12, 100, cuda) == (7, 9, 12)
+    assert widths(60, 16, cuda) == (44, 60) and widths(44, 16, cuda) == (44,) and widths(9, 1024, cuda) == (9,)
     assert widths(36, 16, cpu) == (8, 16, 32, 36) and widths(3, 500, cpu) == (1, 2, 3)
     assert widths(8, 16, cpu) == (8,)
 

@@ -19,13 +19,14 @@
 
 namespace eagle3 {
 
-constexpr int kRanks = 8; // of a cluster
+constexpr int kRanks = 8; // of a cluster, or of one whose last ranks would have no tile the first kFewer
+constexpr int kFewer = 6; // of them 20 fit at once, of 8 ranks 15: 8 rows of 4 groups of heads are 16
 constexpr int kRun = 2 * kRanks, kClusters = 3; // tiles of a run: 1,024 positions need one cluster
 // three clusters of 4 groups of heads fit at once, a block a multiprocessor; of 16, an H200 takes 15
 constexpr int kParts = 2; // groups of kVectors that a block of a long context may hold: its keys serve them all
 
-// Whether tables of that many positions are one cluster's: of their tiles and of one that unwritten rows may reach.
-inline bool short_table(int positions) { return positions + kTile <= kRun * kTile; }
+// Whether so many ranks have all tiles of tables of that many positions, and one that unwritten rows may reach.
+inline bool short_table(int positions, int ranks) { return positions + kTile <= 2 * ranks * kTile; }
 
 // From a tile to the next one of the same cluster, rank and side. kOne: short tables, whose tiles are one run.
 template <bool kOne>
@@ -92,24 +93,25 @@ __device__ __forceinline__ void merge_clusters(const Attention &p, const Columns
 // Where things lie in shared memory: stages, one or two a side, in long tables one of nodes behind them; partials over them, when
 // they have been read, and the inbox behind those. In short tables others may send before this block has read its tiles: there
 // the inbox lies behind the stages too, and the partials of a side lie where its own tile did. Queries lie behind everything.
-template <int kWidth, int kMost>
+template <int kWidth, int kMost, int kUsed>
 struct Stages {
-  static constexpr int kDepth = kMost == 1 ? 1 : 2, kVectorsHeld = kMost * kVectors, kStage = 2 * kTile * kWidth; // elements of a stage
+  static constexpr int kReceived = (kMost * kVectors + kUsed - 1) / kUsed * kUsed; // partials, at most: of a rank's vectors, one of each rank
+  static constexpr int kDepth = kMost == 1 ? 1 : 2, kStage = 2 * kTile * kWidth; // elements of a stage
   static constexpr int kAll = 2 * kDepth + (kMost > 1);
   static constexpr int kResult = kMost * kWarps * kVectors * kWidth, kStats = 2 * kMost * kWarps * kVectors; // floats
-  static constexpr int kInbox = kResult + kStats, kEnd = kInbox + kVectorsHeld * (kWidth + 2);
+  static constexpr int kInbox = kResult + kStats, kEnd = kInbox + kReceived * (kWidth + 2);
   static constexpr size_t kOfStages = kAll * kStage * sizeof(bf16), kQueries = kMost == 1 ? kEnd * sizeof(float) : kOfStages; // bytes
   static constexpr size_t kBytes = kQueries + 2 * kMost * kVectors * kWidth * sizeof(bf16); // queries of each side
   static_assert(kEnd * sizeof(float) <= kQueries && (kMost > 1 || kResult * sizeof(float) == kOfStages) && kQueries % 16 == 0, "all fits");
 };
 
-// Cluster x / 8: group of heads; y: tile of rows; z: sequence and, where there are several, a cluster of tiles. kShare heads a
-// group; kHalf: see turn. Warps 8 i … 8 i + 7 hold part i.
-template <int kWidth, int kShare, int kHalf, int kMost>
+// Cluster x / kUsed: group of heads; y: tile of rows; z: sequence and, where there are several, a cluster of tiles. kShare heads a
+// group; kHalf: see turn; kUsed: ranks of the cluster that are there. Warps 8 i … 8 i + 7 hold part i.
+template <int kWidth, int kShare, int kHalf, int kMost, int kUsed>
 __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attention p) {
   constexpr int kBlock = kVectors / kShare, kMany = kWidth / 32, kChunks = kWidth / 8; // kBlock: rows of a part
   constexpr bool kOne = kMost == 1;
-  using P = Stages<kWidth, kMost>;
+  using P = Stages<kWidth, kMost, kUsed>;
   constexpr int kDepth = P::kDepth, kSide = kSlices * 32; // tiles of a side in flight; its threads in a part
   using Sum = Columns<kWidth>;
   extern __shared__ uint4 attention_memory[]; // stages of kTile keys, then kTile values
@@ -121,7 +123,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   const int threads = kOne ? kWarps * 32 : blockDim.x, parts = threads / (kWarps * 32);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, part = warp / kWarps, side = warp / kSlices & 1, slice = warp % kSlices;
   const int mates = parts * kSide, mate = part * kSide + threadIdx.x % kSide; // threads of this side, and which of them this one is
-  const int rank = cluster_rank(), group = blockIdx.x / kRanks, batch = kOne ? gridDim.z : gridDim.z / kClusters;
+  const int rank = cluster_rank(), group = blockIdx.x / kUsed, batch = kOne ? gridDim.z : gridDim.z / kClusters;
   const int own = kOne ? 0 : blockIdx.z / batch, b = blockIdx.z - own * batch; // own: cluster of tiles
   const int first_row = blockIdx.y * parts * kBlock, rows = min(parts * kBlock, p.t - first_row), vectors = rows * kShare;
   const int64_t line0 = static_cast<int64_t>(b) * p.t;
@@ -186,8 +188,8 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   auto has = [&](int rank, int side) { return first_tile<kOne>(own, rank, side, oldest) * kTile < end; };
   const bool live = has(lane % kRanks, 0) || has(lane % kRanks, 1); // whether a rank has a partial
   const unsigned live_ranks = __ballot_sync(kAll, live) & ((1u << kRanks) - 1);
-  // vector i is rank i mod 8's, who gets it from all that have a part of it
-  if (threadIdx.x == 0) open_inbox(&inbox, (vectors + kRanks - 1 - rank) / kRanks * __popc(live_ranks) * (kWidth + 2) * 4);
+  // vector i is rank i mod kUsed's, who gets it from all that have a part of it
+  if (threadIdx.x == 0) open_inbox(&inbox, (vectors + kUsed - 1 - rank) / kUsed * __popc(live_ranks) * (kWidth + 2) * 4);
   if (kOne) cluster_arrive();
   const int lanes = (p.heads + 2 * p.groups) * kWidth;
   const bool some = live_ranks >> rank & 1, folds = start * kTile < end; // whether this block has a tile, and this side
@@ -306,7 +308,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   bool waited = false; // until this block may
   // the block's partials, a warp a vector at a time
   const int column = lane * kMany;
-  float *const sent = result + P::kInbox, *const sent_stats = sent + P::kVectorsHeld * kWidth; // [vectors / 8, kRanks], kWidth and 2 of each
+  float *const sent = result + P::kInbox, *const sent_stats = sent + P::kReceived * kWidth; // [vectors / kUsed, kUsed], kWidth and 2 of each
   if (some) {
     const unsigned side_warps = (1u << kSlices) - 1, live_warps = (has(rank, 0) ? side_warps : 0) | (has(rank, 1) ? side_warps << kSlices : 0);
     const bool adds = live_warps >> lane % kWarps & 1;
@@ -319,17 +321,17 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
         return *reinterpret_cast<const Sum *>(result + sum_at<kWidth>(at + w * kVectors, column & ~7) + (column & 7));
       });
       if (!waited) cluster_wait(), waited = true;
-      const int to = v / kRanks * kRanks + rank;
-      send(sent + to * kWidth + column, &inbox, v % kRanks, y.v);
-      if (lane == 0) send(sent_stats + to * 2, &inbox, v % kRanks, of_all);
+      const int to = v / kUsed * kUsed + rank;
+      send(sent + to * kWidth + column, &inbox, v % kUsed, y.v);
+      if (lane == 0) send(sent_stats + to * 2, &inbox, v % kUsed, of_all);
     }
   }
   if (!waited) cluster_wait();
   // the cluster's
-  const int v = rank + kRanks * warp;
+  const int v = rank + kUsed * warp;
   if (v >= vectors) return;
   wait_inbox(&inbox);
-  const float *const got = sent + warp * kRanks * kWidth + column, *const got_stats = sent_stats + (warp * kRanks + lane % kRanks) * 2;
+  const float *const got = sent + warp * kUsed * kWidth + column, *const got_stats = sent_stats + (warp * kUsed + lane % kRanks) * 2;
   float top = live ? got_stats[0] : -INFINITY, norm = live ? got_stats[1] : 0.f;
   const Sum y = merge_partials<kWidth, kRanks>(top, norm, live_ranks, -INFINITY, [&](int c) { return *reinterpret_cast<const Sum *>(got + c * kWidth); });
   merge_clusters<kWidth, kOne>(p, y, top, norm, clusters, own, QueryVector{b, group, first_row + v / kShare, v % kShare, v, parts * kVectors});
@@ -337,15 +339,18 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
 
 template <int kWidth, int kShare, int kHalf>
 inline cudaError_t launch_attend(const Attention &p, int batch, cudaStream_t stream) {
-  auto grid = [&](int clusters, int parts) {
+  auto grid = [&](int ranks, int clusters, int parts) {
     const int rows = parts * kVectors / kShare;
-    return dim3(kRanks * p.groups, (p.t + rows - 1) / rows, batch * clusters);
+    return dim3(ranks * p.groups, (p.t + rows - 1) / rows, batch * clusters);
   };
-  if (short_table(p.columns * p.page)) // less shared memory: more fits beside it
-    return launch(attend<kWidth, kShare, kHalf, 1>, grid(1, 1), kWarps * 32, Stages<kWidth, 1>::kBytes, stream, kRanks, p);
+  auto one_cluster = [&](auto kernel, int ranks, size_t shared) { return launch(kernel, grid(ranks, 1, 1), kWarps * 32, shared, stream, ranks, p); };
+  const int positions = p.columns * p.page; // of short tables less shared memory: more fits beside it
+  if (short_table(positions, kFewer)) return one_cluster(attend<kWidth, kShare, kHalf, 1, kFewer>, kFewer, Stages<kWidth, 1, kFewer>::kBytes);
+  if (short_table(positions, kRanks)) return one_cluster(attend<kWidth, kShare, kHalf, 1, kRanks>, kRanks, Stages<kWidth, 1, kRanks>::kBytes);
   if (!p.sums) return cudaErrorInvalidValue;
   const int parts = p.t * kShare > kVectors ? kParts : 1;
-  return launch(attend<kWidth, kShare, kHalf, kParts>, grid(kClusters, parts), parts * kWarps * 32, Stages<kWidth, kParts>::kBytes, stream, kRanks, p);
+  return launch(attend<kWidth, kShare, kHalf, kParts, kRanks>, grid(kRanks, kClusters, parts), parts * kWarps * 32, Stages<kWidth, kParts, kRanks>::kBytes,
+                stream, kRanks, p);
 }
 
 template <int kWidth, int kHalf>
