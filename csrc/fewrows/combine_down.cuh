@@ -103,13 +103,14 @@ __global__ void __launch_bounds__(kThreads + 32, 1) combine_down(Experts p) {
       float4 c[kGroups];
 #pragma unroll
       for (int group = 0; group < kGroups; group++) c[group] = make_float4(0.f, 0.f, 0.f, 0.f);
+      uint4 upper[kPieces], lower[kPieces];
 #pragma unroll
-      for (int i = 0; i < kPieces; i++) {
-        const uint4 upper = top[i * 4], lower = top[i * 4 + 8 * Slots::kPitch / 16];
+      for (int i = 0; i < kPieces; i++) upper[i] = top[i * 4], lower[i] = top[i * 4 + 8 * Slots::kPitch / 16];
+      ring.leave(u); // before the products: who asks waits for the slowest warp
 #pragma unroll
-        for (int group = 0; group < kGroups; group++) mma_piece(c[group], upper, lower, b[d][group][i]);
-      }
-      ring.leave(u);
+      for (int i = 0; i < kPieces; i++)
+#pragma unroll
+        for (int group = 0; group < kGroups; group++) mma_piece(c[group], upper[i], lower[i], b[d][group][i]);
       if (u + kDepth < chosen) rows(d, u + kDepth);
 #pragma unroll
       for (int group = 0; group < kGroups; group++) {
