@@ -117,6 +117,8 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   extern __shared__ uint4 attention_memory[]; // stages of kTile keys, then kTile values
   __shared__ Nodes<kMost * kBlock> nodes;
   __shared__ int slots_of[2 * kDepth * kTile]; // of the rows below the prefix of tiles that are to be fetched; -1: there is none
+  __shared__ int2 later_of[kOne ? 1 : 2 * kDepth * kTile]; // of the rows of tiles after those: their pages and places there
+  __shared__ int tile_of[kOne ? 1 : kMost * kWarps]; // that a warp folds
   __shared__ uint64_t inbox;
   bf16 *const memory = reinterpret_cast<bf16 *>(attention_memory);
   float *const result = reinterpret_cast<float *>(attention_memory), *const top_of = result + P::kResult, *const norm_of = top_of + P::kStats / 2;
@@ -152,7 +154,8 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   const char *own_values = reinterpret_cast<const char *>(p.values + group * kWidth + chunk);
   int key_to = key_at<kWidth>(copied, chunk), value_to = value_at<kWidth>(copied + kTile, chunk);
   uint32_t pitch = p.groups * kWidth * sizeof(bf16);
-  asm volatile("" : "+l"(own_keys), "+l"(own_values), "+r"(key_to), "+r"(value_to), "+r"(pitch)); // or each copy computes them anew
+  asm volatile("" : "+l"(own_keys), "+l"(own_values), "+r"(pitch)); // or each copy computes them anew
+  if (kOne) asm volatile("" : "+r"(key_to), "+r"(value_to)); // in long tables for each tile: see `limit`
   auto copy = [&](int row, int slot) { // row: of keys, so many past this thread's first; of values a tile further
     const uint64_t from = static_cast<uint64_t>(static_cast<uint32_t>(slot)) * pitch;
     copy_async(memory + key_to + row * kWidth, own_keys + from, true);
@@ -161,6 +164,10 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   auto fetch = [&](int turn) { // of this side's turns of stages
     constexpr int kBatch = kMost > 1 && kWidth == 64 ? 2 : 4; // which divides the rows of a thread
     const int *const from = slots + (kOne ? 0 : turn * kTile);
+    if (!kOne) {
+      const int thread = fresh_thread(), first = (thread / (kWarps * 32) * kSide + thread % kSide) / kChunks, to = thread % kChunks * 8;
+      key_to = key_at<kWidth>(first, to), value_to = value_at<kWidth>(first + kTile, to);
+    }
 #pragma unroll 1
     for (int first = 0; first < kTile; first += kBatch * step) {
       int slot[kBatch];
@@ -172,6 +179,14 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
     }
     commit_copies();
   };
+  constexpr int kAhead = kDepth * kNext<kOne>; // from a tile to the one that is fetched when it has been folded
+  // A page's number comes with the rows of the tile kAhead before: L1 answers in order, so a load would wait for all rows under way.
+  int2 *const later = later_of + (kOne ? 0 : side * kDepth * kTile + mate);
+  auto ask = [&](int turn, int s) { // for tile s + kAhead
+    const unsigned row = (s + kAhead) * kTile + mate, column = row / static_cast<unsigned>(p.page);
+    if (row < static_cast<unsigned>(prefix)) copy_word(&later[turn * kTile].x, pages + column);
+    later[turn * kTile].y = static_cast<int>(row - column * p.page);
+  };
   if (start != begin) look(row_from(start));
   if (mate < kDepth * kTile) slots[mate] = row_from(start) < prefix ? page * p.page + rest : -1;
   nodes.read(p, asked, line0, first_row, rows, prefix, pages);
@@ -182,7 +197,10 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   const int node0 = kOne ? beside ? (tail & 1) * 2 * kTile + before : (~tail & 1) * 2 * kTile : 2 * kDepth * 2 * kTile; // row of their first key
   const int end = nodes.end;
 #pragma unroll 1
-  for (int i = 0; i < kDepth; i++) fetch(i);
+  for (int i = 0; i < kDepth; i++) {
+    if (!kOne && mate < kTile) ask(i, start + i * kNext<kOne>);
+    fetch(i);
+  }
   const unsigned clusters = clusters_with<kOne>(oldest, end);
   if (!(clusters >> own & 1)) return; // nothing was copied
   auto has = [&](int rank, int side) { return first_tile<kOne>(own, rank, side, oldest) * kTile < end; };
@@ -215,12 +233,15 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   const int g = lane >> 2, halves = part * kBlock + 8 / kShare < rows ? 2 : 1;
   uint4 *const queries = attention_memory + P::kQueries / sizeof(uint4) + (side * kMost + part) * 2 * Fold<kWidth>::kHalf;
   int row_of[2], upto[2], after[2];
+  auto limit = [&] { // in long tables again each turn: registers that are kept are spilled, and come back behind all rows under way
 #pragma unroll
-  for (int h = 0; h < 2; h++) {
-    row_of[h] = part * kBlock + (g + 8 * h) / kShare;
-    upto[h] = row_of[h] < rows ? nodes.last_of[row_of[h]] : -1;
-    after[h] = p.window ? upto[h] - p.window : -1;
-  }
+    for (int h = 0; h < 2; h++) {
+      row_of[h] = part * kBlock + (g + 8 * h) / kShare;
+      upto[h] = row_of[h] < rows ? nodes.last_of[row_of[h]] : -1;
+      after[h] = p.window ? upto[h] - p.window : -1;
+    }
+  };
+  if (kOne) limit();
   const bool turns = folds && slice < halves;
   const int turned = g + 8 * (slice & 1), turned_row = part * kBlock + turned / kShare;
   const bf16 *from = p.projected + (line0 + first_row + turned_row) * lanes + (group * kShare + turned % kShare) * kWidth + (lane & 3) * 8;
@@ -233,8 +254,6 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
 #pragma unroll
   for (int i = 0; i < kMany; i++) // ones where there are none
     gain[i] = p.q_gain ? load_weights(p.q_gain + i * 32 + (lane & 3) * 8) : make_uint4(0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u);
-  constexpr int kAhead = kDepth * kNext<kOne>; // from a tile to the one that is fetched when it has been folded
-  if (!kOne && mate < kTile) look((start + kAhead) * kTile + mate);
   wait_for_predecessor();
   launch_dependents();
 #pragma unroll
@@ -263,8 +282,12 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
         meet_at(kKept, late ? threads / 2 : threads);
       else
         meet_at(kOwn + side, mates);
-      if (!kOne && mate < kTile) slots[stage * kTile + mate] = (s + kAhead) * kTile + mate < prefix ? page * p.page + rest : -1;
+      if (!kOne && mate < kTile) {
+        const int2 at = later[stage * kTile];
+        slots[stage * kTile + mate] = (s + kAhead) * kTile + mate < prefix ? at.x * p.page + at.y : -1;
+      }
       const int first = s * kTile + slice * kSlice, row0 = (side * kDepth + stage) * 2 * kTile + slice * kSlice;
+      if (!kOne) tile_of[warp] = s, limit();
       const bool gathered = first + kSlice > prefix; // then each row by itself: paths differ
       const int row_begin = part * kBlock, row_end = gathered ? min(rows, row_begin + kBlock) : row_begin + (row_begin < rows);
 #pragma unroll 1
@@ -289,8 +312,9 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
       }
       if (kOne) break;
       meet_at(kOwn + side, mates);
+      s = *const_cast<volatile int *>(&tile_of[fresh_thread() >> 5]); // written between other barriers than it is read
+      if (mate < kTile) ask(stage, s + kAhead);
       fetch(stage);
-      if (mate < kTile) look((s + kAhead + kNext<kOne>) * kTile + mate); // there by the next tile's end
       stage ^= 1;
     }
   }
