@@ -10,6 +10,12 @@ QKV = (  # B, T, D, heads, plain, turned, latent, query latent, page size, with 
     (2, 5, 80, 3, 12, 8, 40, None, 1, True),
     (3, 4, 96, 2, 24, 6, 70, 48, 4, False),
 )
+REAL_QKV = (
+    (1, 1, 7168, 8, 128, 64, 512, 1536, 64, True),
+    (2, 4, 7168, 64, 128, 64, 512, 1536, 16, True),
+    (1, 9, 14336, 8, 128, 64, 512, 1536, 64, False),  # a head's first layer
+    (1, 5, 2048, 16, 128, 64, 512, None, 64, True),  # V2-Lite
+)
 ATTENTION = (  # B, T, heads, latent, turned, value, page size, prefixes, kind
     (1, 1, 4, 32, 16, 16, 1, [0], "tree"),
     (2, 1, 3, 40, 8, 10, 4, [150, 7], "tree"),
@@ -35,7 +41,8 @@ def mla_qkv(dtype, device, cases=QKV):
         down = make.weight((q_rank or rows) + latent + turned, d)
         query = (make.gain(q_rank), make.weight(rows, q_rank)) if q_rank else (None, None)
         up = make.weight(h, nope + 5, latent)[:, :nope]
-        table = make.floats(64, turned, dtype=torch.float32)
+        angle = make.floats(64, turned // 2, scale=3.0, dtype=torch.float32)
+        table = torch.cat([angle.cos(), angle.sin()], 1)
         first = make.gain(d) if normed else None
         rest = (make.gain(latent), up, table, at, index, pages, page, plane)
         yield f"b{b}t{t}page{page}", (make.floats(b * t, d), first, 1e-6, down, *query, *rest)

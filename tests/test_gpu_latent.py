@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from latent_cases import mla_attention, mla_qkv
+from latent_cases import REAL_QKV, mla_attention, mla_qkv
 from latent_toys import KIMI, V2_LITE, DeepSeek, deepseek
 from oracles import Replay
 from test_gpu import SHAPES, decoded, lossless, prompts_of
@@ -92,12 +92,6 @@ def test_high_pages_read_the_same(toys):
         )
 
 
-QKV = (
-    (1, 1, 7168, 8, 128, 64, 512, 1536, 64, True),
-    (2, 4, 7168, 64, 128, 64, 512, 1536, 16, True),
-    (1, 9, 14336, 8, 128, 64, 512, 1536, 64, False),  # a head's first layer
-    (1, 5, 2048, 16, 128, 64, 512, None, 64, True),  # V2-Lite
-)
 ATTENTION = (
     (1, 1, 8, 512, 64, 128, 64, [512], "tree"),
     (2, 4, 64, 512, 64, 128, 16, [4100, 60], "chain"),
@@ -112,7 +106,7 @@ def test_twins_at_real_sizes(name):
     """Kimi-K2's sizes, a rank's heads and all. Kills columns or lanes past what toys have that are forgotten."""
     tables = {"fused": kernels.FUSED, "prefill": kernels.PREFILL}
     table = tables.get(name) or native.table(kernels.FUSED, torch.device("cuda"))
-    for case, arguments in mla_qkv(torch.bfloat16, "cuda", QKV):
+    for case, arguments in mla_qkv(torch.bfloat16, "cuda", REAL_QKV):
         compare(table, "mla_qkv", case, arguments, torch.bfloat16)
     for case, arguments in mla_attention(torch.bfloat16, "cuda", ATTENTION):
         if name != "prefill" or case.startswith("causal"):
