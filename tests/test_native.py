@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from packed_cases import CASES
+from packed_cases import CASES, exact
 from test_twins import compare, copies
 from twin_cases import Make, attend, fill, moe
 
@@ -242,11 +242,13 @@ def test_a_router_beside_a_wide_shared_expert(table, width):
 
 
 def whole_int4(make, n, hidden, experts, width, rule, shared):
-    """Arguments of moe_int4, the first n of 64 rows; shared: width of a shared expert, 0: none."""
+    """Arguments of moe_int4, the first n of 64 rows, whose gains make sums large: weights are exact. shared: width of a
+    shared expert, 0: none."""
     chosen = routed(make, 64, hidden, experts, rule, False, rule.score == "sigmoid")
     x = chosen[0][:n].contiguous()
     beside = (make.weight(2 * shared, hidden), make.weight(hidden, shared)) if shared else (None, None)
-    return x, *chosen[1:], *packed(make, 1, hidden, experts, width, rule.top_k)[3:7], "silu", x, *beside
+    _, _, _, wide, wide_scale, tall, tall_scale, *_ = packed(make, 1, hidden, experts, width, rule.top_k)
+    return x, *chosen[1:], *exact(wide, wide_scale), *exact(tall, tall_scale), "silu", x, *beside
 
 
 @pytest.mark.parametrize("sizes", MOE_INT4, ids=str)
