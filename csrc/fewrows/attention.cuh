@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   if (own_nodes) node_turn.load(p, nodes);
 #pragma unroll
   for (int i = 0; i < kMany; i++) // ones where there are none
-    gain[i] = p.q_gain ? load_weights(p.q_gain + i * 32 + (lane & 3) * 8) : make_uint4(0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u);
+    gain[i] = load_gains(p.q_gain, i * 32 + (lane & 3) * 8);
   wait_for_predecessor();
   launch_dependents();
 #pragma unroll

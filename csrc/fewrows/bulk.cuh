@@ -3,24 +3,11 @@
 // a warp loads meanwhile is not queued behind them.
 #pragma once
 
-#include "common.cuh"
+#include "cluster.cuh"
 
 namespace eagle3 {
 
-__device__ __forceinline__ uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
-
-// A barrier of `count` arrivals a phase. One thread makes it and publishes; a barrier of the block follows.
-__device__ __forceinline__ void init_barrier(uint64_t *barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
-}
-__device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-// Arrives; the phase ends when so many bytes have come besides.
-__device__ __forceinline__ void arrive_expecting(uint64_t *barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void arrive(uint64_t *barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
+// Of a barrier of this block alone.
 __device__ __forceinline__ bool phase_ended(uint64_t *barrier, int parity) {
   uint32_t ended;
   asm volatile("{\n .reg .pred p;\n mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}"

@@ -22,16 +22,28 @@ __device__ __forceinline__ void meet_at(int number, int threads) { asm volatile(
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
 
+// A barrier of `count` arrivals a phase. One thread makes it and publishes; a barrier of the block follows.
+__device__ __forceinline__ void init_barrier(uint64_t *barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
+}
+__device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// Arrives; the phase ends when so many bytes have come besides.
+__device__ __forceinline__ void arrive_expecting(uint64_t *barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void arrive(uint64_t *barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
 // An inbox for one delivery of so many bytes. One thread opens it, before it arrives at the cluster's barrier.
 __device__ __forceinline__ void open_inbox(uint64_t *inbox, int bytes) {
-  const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(inbox));
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(at) : "memory");
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n}" ::"r"(at), "r"(bytes) : "memory");
+  init_barrier(inbox, 1);
+  publish_barriers();
+  arrive_expecting(inbox, bytes);
 }
 // Waits until all of it is there; every thread that reads it does.
 __device__ __forceinline__ void wait_inbox(uint64_t *inbox) {
-  const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(inbox));
+  const uint32_t at = shared_address(inbox);
   uint32_t done = 0;
   while (!done)
     asm volatile("{\n .reg .pred p;\n mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n selp.u32 %0, 1, 0, p;\n}"
@@ -42,7 +54,7 @@ __device__ __forceinline__ void wait_inbox(uint64_t *inbox) {
 
 __device__ __forceinline__ uint32_t in_block(const void *shared, int rank) {
   uint32_t there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(shared)), "r"(rank));
   return there;
 }
 // Sends into block `rank`: `to` and `inbox` are where this block has the same.

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "bulk.cuh"
-#include "cluster.cuh"
 #include "softmax_choice.cuh"
 
 namespace eagle3 {

@@ -21,6 +21,8 @@ constexpr int kPiece = 32;   // columns of a piece: two mma of 16
 constexpr int kOutputs = 16; // weight rows of a tile: the M of an mma
 constexpr unsigned kAll = 0xffffffffu;
 
+__device__ __forceinline__ uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
 // Dependent launch: what precedes `wait` reads nothing that an earlier kernel of the chain writes. `launch` lets the next
 // kernel of the stream begin; it still waits for this one's end where it calls `wait`.
 __device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -78,6 +80,12 @@ __device__ __forceinline__ uint4 load_weights(const void *p) {
   return r;
 }
 
+// Eight of a norm's gains, from `at` on; ones where there is no norm, or no such column.
+__device__ __forceinline__ uint4 load_gains(const bf16 *gamma, int at, bool inside = true) {
+  constexpr uint32_t kOnes = 0x3f803f80u; // two of them, in bf16
+  return gamma && inside ? load_weights(gamma + at) : make_uint4(kOnes, kOnes, kOnes, kOnes);
+}
+
 // Without a branch; where it is not live, r stays as it is.
 __device__ __forceinline__ void load_weights_if(uint4 &r, const void *p, bool live) {
   asm volatile("{.reg .pred live;\nsetp.ne.b32 live, %5, 0;\n@live ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];}"
@@ -88,13 +96,13 @@ __device__ __forceinline__ void load_weights_if(uint4 &r, const void *p, bool li
 
 // 16 bytes into shared memory; zeros where `inside` is false, and then nothing is read.
 __device__ __forceinline__ void copy_async(void *shared, const void *global, bool inside) {
-  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const uint32_t to = shared_address(shared);
   const int bytes = inside ? 16 : 0;
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
 }
 // 4 bytes, likewise.
 __device__ __forceinline__ void copy_word(int *shared, const int *global) {
-  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const uint32_t to = shared_address(shared);
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(global) : "memory");
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -157,13 +165,13 @@ __device__ __forceinline__ void mma_piece(float4 &c, const uint4 &top, const uin
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const bf16 *at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(at)))
+               : "r"(shared_address(at))
                : "memory");
 }
 __device__ __forceinline__ void load_transposed(uint32_t (&r)[4], const bf16 *at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(at)))
+               : "r"(shared_address(at))
                : "memory");
 }
 __device__ __forceinline__ float4 add(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
@@ -310,12 +318,11 @@ struct Operand {
     uint4 of[kOwn];
   };
   static __device__ __forceinline__ Gains gain(const bf16 *gamma) {
-    constexpr uint32_t kOnes = 0x3f803f80u;
     Gains gains;
 #pragma unroll
     for (int k = 0; k < kOwn; k++) {
       const int chunk = threadIdx.x + k * kThreads;
-      gains.of[k] = gamma && chunk < kChunks ? load_weights(gamma + chunk * 8) : make_uint4(kOnes, kOnes, kOnes, kOnes);
+      gains.of[k] = load_gains(gamma, chunk * 8, chunk < kChunks);
     }
     return gains;
   }

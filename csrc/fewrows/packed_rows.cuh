@@ -53,7 +53,6 @@ struct GainedRows {
   static constexpr int kReal = kColumns / 8, kOwn = (kReal + kThreads - 1) / kThreads; // chunks that exist; of a thread
   static constexpr int kParts = route_threads(kColumns) > kThreads ? kOwn : 1; // a thread's squares go apart where the router's do
   static constexpr bool kLacking = true, kTight = true; // a factor; what can wait in shared memory takes no registers
-  static constexpr uint32_t kOnes = 0x3f803f80u;        // two of them, in bf16
   using Squares = float[kParts * kWarps][kRows];
   uint4 *const rows;
   float (*const squares)[kRows]; // [kParts * kWarps]
@@ -65,7 +64,7 @@ struct GainedRows {
 #pragma unroll
     for (int k = 0; k < kOwn; k++) {
       const int c = threadIdx.x + k * kThreads;
-      gain[k] = gamma && c < kReal ? load_weights(gamma + c * 8) : make_uint4(kOnes, kOnes, kOnes, kOnes);
+      gain[k] = load_gains(gamma, c * 8, c < kReal);
     }
   }
   // `live` rows of x. All threads of the block call it; a barrier follows.

@@ -14,7 +14,6 @@ struct StagedRows {
   static constexpr int kPitch = kChunks + 4; // rows lie on different banks
   uint4 *const rows;
   float (*const squares)[kRows]; // [kWarps], scratch
-  static constexpr uint32_t kOnes = 0x3f803f80u; // two of them, in bf16
   uint4 gain[kOwn];
   const bool normed;
 
@@ -24,7 +23,7 @@ struct StagedRows {
 #pragma unroll
     for (int k = 0; k < kOwn; k++) {
       const int c = threadIdx.x + k * kThreads;
-      gain[k] = gamma && c < kChunks ? load_weights(gamma + c * 8) : make_uint4(kOnes, kOnes, kOnes, kOnes);
+      gain[k] = load_gains(gamma, c * 8, c < kChunks);
     }
   }
   // `live` rows of x, `stride` apart. All threads of the block call it; a barrier follows.
