@@ -5,6 +5,7 @@ the bytes and their floor at the bandwidth measured in the same run, a fit over 
 """
 
 import argparse
+import re
 import sys
 
 import torch
@@ -18,7 +19,7 @@ from weights.config import Refused
 
 from . import bandwidth, collectives, command, results, stages
 from .cost import table_of_run
-from .oracle import Delayed, Independent, Oracle, Repeated
+from .oracle import Delayed, Independent, Oracle, Repeated, share_embeddings
 from .results import Figure
 from .spin import DelayedTarget, Spin
 from .texts import texts
@@ -28,6 +29,7 @@ ROUTING = {
     "text": "text: the drafter's own tokens",
     "independent": "independent: random ids in every row (worst case)",
     "repeated": "repeated: one row as often as there are rows (best case)",
+    "overlap": "overlap:{}: random ids whose embeddings have that share in common",
 }
 CONTEXT = 8192  # the engine's own most, unless it is told
 TOKENS = {"cuda": 384, "cpu": 32}
@@ -46,7 +48,11 @@ def parser() -> Parser:
     add("--capture-layers", metavar="boundary:A,B,C|output:A,B,C", help="overrides the draft's config")
     add("--shapes", nargs="*", default=["3-1-4"], metavar="S-K-D", help="default: 3-1-4")
     add("--rows", nargs="*", type=least(1), default=[*range(1, 17)], metavar="N", help="chains; default: 1 to 16")
-    add("--routing", choices=tuple(ROUTING), help="default: text where there are weights, independent with --random")
+    add(
+        "--routing",
+        metavar="text|independent|repeated|overlap:SHARE",
+        help="default: text where there are weights, independent with --random; overlap: with --random only",
+    )
     add(
         "--prompts", metavar="FILE", help="the prompt is the beginning of its texts; default: the demo's, or random ids"
     )
@@ -77,7 +83,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if not o.random and not o.target:
         o.target, o.draft = str(DEMO / "target"), o.draft or str(DEMO / "draft")
     o.draft = None if o.draft == "none" else o.draft
-    o.routing = o.routing or ("independent" if o.random else "text")
+    o.routing, o.share = routing(o.routing or ("independent" if o.random else "text"))
+    if o.share is not None and not o.random:
+        raise Refused(f"--routing overlap:{o.share:g}: it changes the embeddings; supported: with --random")
     if o.batch > 1 and o.draft is None and o.routing == "text":
         raise Refused(
             f"--batch {o.batch}: the text that is replayed is one request's; supported: --routing independent"
@@ -86,6 +94,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise Refused("--inject-stage draft: there is no draft; supported: verify")
     results.writable(o.json)
     return o
+
+
+def routing(word: str) -> tuple[str, float | None]:
+    """(key of ROUTING, share in common or None) of what --routing says. Raises Refused."""
+    found = re.fullmatch(r"(text|independent|repeated)|(overlap):(0?\.\d*[1-9]\d*)", word)
+    if found is None:
+        raise Refused(
+            f"--routing {word}: supported: text, independent, repeated, overlap:SHARE, of 0 to 1 and neither of them"
+        )
+    return found[1] or found[2], None if found[3] is None else float(found[3])
 
 
 def load(o) -> Engine:
@@ -122,7 +140,9 @@ def route(o, engine: Engine, prompt: list[int], tokens: int) -> None:
             parts.target = DelayedTarget(parts.target, spin)
         else:
             real = engine.drafter = Delayed(real, spin)
-    if o.routing == "independent":
+    if o.share is not None:
+        share_embeddings(parts.target.embedding.weight, o.share)
+    if o.routing in ("independent", "overlap"):
         engine.drafter = Independent(real, vocabulary, length, parts.device)
     elif o.routing == "repeated":
         engine.drafter = Repeated(real)
@@ -213,22 +233,22 @@ def run(o, command: str) -> list[Figure]:
         torch.set_num_threads(1)
     prompt = texts(o, engine, o.context)
     prompts = [prompt[at:] + prompt[:at] for at in range(o.batch)]
-    routing = ROUTING[o.routing]
+    rows = ROUTING[o.routing].format(o.share)
     if o.routing == "text" and o.draft is None:
-        routing = "text: the target's own, replayed as if drafted"
+        rows = "text: the target's own, replayed as if drafted"
     elif o.routing == "text" and o.random:
-        routing = "text of random weights, which falls into loops: rows route alike"
+        rows = "text of random weights, which falls into loops: rows route alike"
     if o.inject_spin is not None:
-        routing += f"; {o.inject_spin:g} ms INJECTED into {o.inject_stage}"
+        rows += f"; {o.inject_spin:g} ms INJECTED into {o.inject_stage}"
 
     def keep(figures):
         if o.json:
-            load_ = stages.workload(o, engine, routing, prompts, new_tokens(o, engine, prompts), o.batch)
+            load_ = stages.workload(o, engine, rows, prompts, new_tokens(o, engine, prompts), o.batch)
             results.write(o.json, results.document(command, stages.environment(engine), load_, figures))
 
     figures = measured(o, engine, prompts, bandwidth.read_bandwidth(parts.device), keep)
     keep(figures)
-    print(f"routing {routing}")
+    print(f"routing {rows}")
     return figures
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench import auto, reading, stages, sweep, verdict, verify_vs_draft
-from bench.oracle import Delayed, Oracle, rates_of
+from bench.oracle import Delayed, Oracle, rates_of, share_embeddings
 from bench.results import Figure
 from bench.spin import DelayedTarget, Spin
 from engine import Engine, Shape
@@ -21,6 +21,10 @@ from weights.config import Refused
 CHAIN, TREE = Shape(3, 1, 4), Shape(4, 4, 16)
 PROMPT = list(range(40, 72))
 STAGES = "draft", "verify", "accept", "commit"
+SIZES = dict(architectures=["Qwen3MoeForCausalLM"], hidden_size=128, num_hidden_layers=6, num_attention_heads=4)
+SIZES |= dict(num_key_value_heads=2, head_dim=32, num_experts=64, num_experts_per_tok=4, moe_intermediate_size=64)
+SIZES |= dict(intermediate_size=64, vocab_size=512, max_position_embeddings=256, rms_norm_eps=1e-6, rope_theta=1e4)
+SIZES |= dict(model_type="qwen3_moe", norm_topk_prob=True, tie_word_embeddings=False, eos_token_id=0)
 
 
 class Bar:
@@ -126,6 +130,34 @@ def test_experts_are_counted_and_nothing_else_changes(engine):
         engine.drafter = real
     assert found["repeated"] + 2 < found["text"] <= found["independent"] <= 16, found
     assert engine.generate(PROMPT, stages.sampling(12), shape=TREE).token_ids == ids
+
+
+def test_embeddings_with_a_part_in_common_overlap(tmp_path):
+    """Experts of four random rows of a random model lie between those of rows alike and of independent ones, the more
+    of the embedding is shared the fewer; the run says how much. Mutants: a share of the size for one of the square;
+    rows that grow; another part for each rank's rows; the share not said."""
+    weight = torch.randn(512, 256, generator=torch.Generator().manual_seed(1))
+    shared = weight.clone()
+    share_embeddings(shared, 0.6)
+    lengths = shared.square().mean(-1)
+    alike = torch.nn.functional.cosine_similarity(shared[:-1], shared[1:])
+    assert lengths.mean() == pytest.approx(1, abs=0.03) and alike.mean() == pytest.approx(0.6, abs=0.03)
+    other = torch.randn(512, 256)
+    share_embeddings(other, 0.6)
+    assert torch.nn.functional.cosine_similarity(other.mean(0), shared.mean(0), 0) > 0.95
+
+    config = {"target": SIZES}
+    (tmp_path / "random.json").write_text(json.dumps(config))
+    words = ["--random", str(tmp_path / "random.json"), "--rows", "4", "--shapes", "--rounds", "1", "--repeats", "1"]
+    words += ["--tokens", "8", "--context", "24", "--device", "cpu", "--json", str(tmp_path / "run.json")]
+    found = {}
+    for routing in ("independent", "overlap:0.3", "overlap:.6", "repeated"):
+        assert verify_vs_draft.main([*words, "--routing", routing]) == 0
+        run = reading.read(str(tmp_path / "run.json"))
+        assert run["workload"]["routing"].startswith(routing.replace(":.", ":0."))
+        found[routing] = next(f["experts"] for f in run["figures"] if f["name"] == "verify.4")
+    a, b, c, d = found.values()
+    assert a > b + 0.5 and b > c + 0.5 and c > d + 0.5, found
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=str)
@@ -265,7 +297,10 @@ def test_what_a_sweep_refuses(argv, said, tmp_path, capsys):
     [
         (["--shapes", "0-1-1"], "0-1-1"),
         (["--rows", "65"], "--rows 65"),
-        (["--routing", "best"], "routing"),
+        (["--routing", "best"], "--routing best"),
+        (["--random", "qwen3-30b-a3b", "--routing", "overlap:1.0"], "overlap:1.0"),
+        (["--random", "qwen3-30b-a3b", "--routing", "overlap"], "overlap:SHARE"),
+        (["--routing", "overlap:0.6"], "with --random"),
         (["--inject-spin", "-1"], "--inject-spin"),
         (["--target", "a", "--random", "b"], "--random"),
         (["--random", "qwen3-30b-a3b", "--inject-spin", "5", "--inject-stage", "draft"], "--inject-stage draft"),
