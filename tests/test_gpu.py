@@ -42,10 +42,15 @@ def prompts_of(engine):
     return [torch.randint(0, vocabulary, (n,), generator=draw).tolist() for n in (33, 127, 200, 700)]
 
 
-def decoded(engine, prompts, shape):
+def greedy(*counts):
+    """How so many tokens are asked for, whatever they are."""
+    return [Sampling(max_new_tokens=n, ignore_eos=True) for n in counts]
+
+
+def decoded(engine, prompts, shape, sampling=None):
     """ids of each prompt, the logits after each emitted token but the prefill's, and the mean accept length."""
     ids, logits = [[] for _ in prompts], [[] for _ in prompts]
-    sampling = [Sampling(max_new_tokens=TOKENS, ignore_eos=True)] * len(prompts)
+    sampling = sampling or greedy(*[TOKENS] * len(prompts))
     cycles = 0
     for event in engine.stream_all(prompts, sampling, shape=shape, details=True):
         ids[event.request.index] += event.tokens
@@ -102,23 +107,27 @@ def test_short_tables_are_left_without_a_trace(demo, shape, monkeypatch):
     changes a bit, a view of the table read with its own width as stride, rows past a short table."""
     prompts = [torch.randint(0, demo.target.head.vocabulary, (n,)).tolist() for n in (890, 40)]
     programs = demo.programs
-    for group in ([0], [0, 1]):
-        own = [prompts[i] for i in group]
-        how = [Sampling(max_new_tokens=TOKENS, ignore_eos=True)] * len(own)
-        events = demo.stream_all(own, how, shape=shape, details=True)
-        next(events)
-        captured = set(programs.cycles)
-        events.close()
-        ids, logits, _ = decoded(demo, own, shape)
-        assert set(programs.cycles) == captured
-        counts = collections.Counter()  # the long request needs two widths, the one beside it a third
+
+    def replays():
+        """Of this shape's cycles, by the width of their tables."""
+        counts = collections.Counter()
         for key, cycle in programs.cycles.items():
             if key[1] == shape:
                 counts[key[3]] += demo.graphs.entries[key[0], key[1], id(cycle), Cycle.stages].replays
-        assert len(counts) == 1 + len(group) and all(counts.values())
+        return counts
+
+    for group, needed in (([0], programs.widths[-2:]), ([0, 1], programs.widths)):
+        own, how = [prompts[i] for i in group], greedy(TOKENS, 2 * TOKENS)[: len(group)]  # the short one ends last
+        events = demo.stream_all(own, how, shape=shape, details=True)
+        next(events)
+        captured, before = set(programs.cycles), replays()
+        events.close()
+        ids, logits, _ = decoded(demo, own, shape, how)
+        assert set(programs.cycles) == captured
+        assert set(replays() - before) == set(needed)
         with monkeypatch.context() as patch:
             patch.setattr(programs, "widths", (programs.columns,))
-            want_ids, want_logits, _ = decoded(demo, own, shape)
+            want_ids, want_logits, _ = decoded(demo, own, shape, how)
         assert ids == want_ids and all(map(torch.equal, logits, want_logits))
 
 
