@@ -89,7 +89,7 @@ def sampling(o, seed: int | None = None, most: int | None = None) -> Sampling:
 
 
 def load(o, target: str | None, draft: str, shape, stop: Interruptions) -> Engine:
-    """The engine, a bar on a terminal while weights are read."""
+    """The engine, a bar on a terminal while weights are read and while cycles are captured."""
     with tqdm(desc="weights", unit="B", unit_scale=True, disable=None, leave=False) as bar:
 
         def progress(done: int, total: int) -> None:
@@ -104,6 +104,7 @@ def load(o, target: str | None, draft: str, shape, stop: Interruptions) -> Engin
             graphs=o.graphs,
             progress=progress,
             announce=lambda line: say([line]),
+            capturing=lambda programs: tqdm(programs, desc="graphs", unit="", disable=None, leave=False),
             random=o.random,
             layers=o.layers,
             device=o.device,

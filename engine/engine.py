@@ -30,9 +30,9 @@ __all__ = ["Engine", "Sampling", "Shape"]
 class Engine:
     """A target, a drafter and their cache, ready to decode. Build one with `Engine.load`."""
 
-    def __init__(self, parts, options, shape, graphs):
+    def __init__(self, parts, options, shape, graphs, capturing=None):
         self.parts, self.options, self.shape = parts, options, shape
-        self.graphs = Graphs(graphs, parts.device)
+        self.graphs = Graphs(graphs, parts.device, capturing)
         columns = -(-(parts.max_context + options.reserve) // options.page_size)
         self.programs = Programs(parts, columns, self.graphs)
         unit = parts.prefix_unit if options.prefix_cache else None
@@ -43,7 +43,7 @@ class Engine:
     @classmethod
     def load(
         cls, target=None, draft=None, shape=None, *, shapes=(), costs=None, graphs="auto", progress=None, announce=None,
-        **options,
+        capturing=None, **options,
     ):  # fmt: skip
         """Load a pair of checkpoints.
 
@@ -55,7 +55,8 @@ class Engine:
             default. costs: engine.cost.CostTable that "auto" goes by, None: measured, or kept from an earlier start.
             graphs: "auto", "required", "off".
             progress: callable(bytes done, bytes in all); announce: callable(line), told the memory needed and there
-            before a weight is read; options: the other fields of engine.loading.Options.
+            before a weight is read; capturing: callable(list) -> iterable over it, a progress bar around the programs
+            that are captured ahead of a cycle; options: the other fields of engine.loading.Options.
 
         Raises Refused (one line) for anything that cannot be served right.
         """
@@ -65,7 +66,8 @@ class Engine:
         paths = {name: str(path) for name, path in (("target", target), ("draft", draft)) if path is not None}
         options = Options(**paths, **options)
         parts = load(options, progress, announce)
-        engine = cls(parts, options, shape or (DEFAULT_SHAPE if parts.drafter is not None else PLAIN), graphs)
+        own = shape or (DEFAULT_SHAPE if parts.drafter is not None else PLAIN)
+        engine = cls(parts, options, own, graphs, capturing)
         engine.auto = Auto(engine, tuple(shapes), costs)
         for ahead in (engine.shape, *shapes):
             engine._check(ahead)

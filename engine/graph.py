@@ -60,9 +60,11 @@ class Graphs:
 
     Args:
         mode: auto (capture on CUDA), required (Refused where it cannot be), off.
+        capturing: callable(list) -> iterable over it, which is walked through while programs are captured ahead of use,
+        as a progress bar is; None: nobody watches.
     """
 
-    def __init__(self, mode, device):
+    def __init__(self, mode, device, capturing=None):
         if mode not in MODES:
             raise Refused(f"graphs: {mode!r} is unknown; supported: {', '.join(MODES)}")
         self.reason = None
@@ -73,6 +75,7 @@ class Graphs:
         if mode == "required" and self.reason:
             raise Refused(f"graphs: required, but {self.reason}")
         self.entries, self.pool, self.capture_ms = {}, None, 0.0
+        self.capturing = capturing or iter
 
     def run(self, program, batch, shape, stages):
         """Run `program.run(stages)`, captured if it can be; `program` is an engine.cycle.Cycle or CatchUp."""
@@ -84,9 +87,19 @@ class Graphs:
             entry.replays += 1
             entry.graph.replay()
 
+    def prepare_all(self, programs):
+        """Entries for a list of what `prepare` takes."""
+        missing = [works for works in programs if self._key(*works) not in self.entries]
+        for works in self.capturing(missing) if missing and self.reason is None else missing:
+            self.prepare(*works)
+
+    @staticmethod
+    def _key(program, batch, shape, stages):
+        return batch, shape, id(program), stages
+
     def prepare(self, program, batch, shape, stages):
         """The program's entry, captured on first use. The state is left as it was."""
-        key = (batch, shape, id(program), stages)
+        key = self._key(program, batch, shape, stages)
         if key not in self.entries:
             entry = Entry(batch, str(shape), stages, self.reason)
             if self.reason is None:

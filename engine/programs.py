@@ -130,13 +130,15 @@ class Programs:
         the cache that one of its cycles sees or writes, None: any."""
         drafter = self.parts.drafter if any(shape != PLAIN for shape in shapes) else None
         least, most = (self.widths[0], self.columns) if rows is None else map(self.width, rows)
+        programs = []
         for columns in [n for n in self.widths if least <= n <= most]:
             for shape in shapes:
                 cycle = self.cycle(batch, shape, drafter, detail=detail, stamped=stamped, rule=rule, columns=columns)
-                self.graphs.prepare(cycle, batch, shape, Cycle.stages)
+                programs.append((cycle, batch, shape, Cycle.stages))
             for width in CATCH_UP if len(shapes) > 1 else ():
                 catch_up = self.catch_up(batch, drafter, width, columns)
-                self.graphs.prepare(catch_up, batch, "catch-up", catch_up.stages)
+                programs.append((catch_up, batch, "catch-up", catch_up.stages))
+        self.graphs.prepare_all(programs)
 
     def catch_up(self, batch, drafter, rows, columns=None):
         """The pass that extends the drafter over a backlog of up to `rows` rows before the last, over so many columns

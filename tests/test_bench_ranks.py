@@ -72,7 +72,8 @@ def test_lockstep_notices(monkeypatch, capsys, rank, key, said):
 
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_startup(tmp_path, capsys, ranks):
-    """Every rank's load of a written checkpoint, which is gone afterwards."""
+    """Every rank's load of a written checkpoint, which is gone afterwards, twice. Mutants: figures of the first start;
+    one page table captured."""
     for name, kind, config in (("t", "target", target_config()), ("d", "draft", draft_config())):
         (tmp_path / f"{name}.json").write_text(json.dumps({kind: config}))
     words = [
@@ -87,7 +88,9 @@ def test_startup(tmp_path, capsys, ranks):
     ]
     (tmp_path / "ram").mkdir()
     assert startup.main([*words, "--folder", str(tmp_path / "ram")]) == 0
-    assert "GB/s" in capsys.readouterr().out and list((tmp_path / "ram").iterdir()) == []
+    said = capsys.readouterr().out
+    assert "GB/s" in said and list((tmp_path / "ram").iterdir()) == [] and "start 2" in said and "first.capture" in said
+    assert "0-1-1, 1-1-2, 3-1-4, 4-4-16 for page tables of 128, 256, 512, 1024" in said
 
 
 def test_failures(capsys):

@@ -104,6 +104,45 @@ def test_what_is_captured_ahead(engine):
     assert len(trees) == 1
 
 
+def test_captures_are_watched(engine, monkeypatch):
+    """Who watches walks through what is captured ahead, and only where something is. Mutants: captures behind the
+    watcher's back; captured ones walked through again; an eager program taken for a capture."""
+    walked, made, graphs = [], [], engine.graphs
+    engine.programs.drop(engine.drafter)
+
+    def watching(programs):
+        for works in programs:
+            walked.append(works[1:3])
+            yield works
+
+    monkeypatch.setattr(graphs, "capturing", watching)
+    engine.prepare(Shape(2, 1, 3))
+    assert not walked
+    monkeypatch.setattr(graphs, "reason", None)
+    monkeypatch.setattr(graphs, "_capture", lambda program, stages: made.append(program) or program)
+    for shape, rounds in ((Shape(3, 1, 4), 1), (Shape(3, 1, 4), 1), (Shape(1, 1, 2), 2)):
+        engine.prepare(shape)
+        assert len(walked) == len(made) == rounds * len(engine.programs.widths) and walked[-1] == (1, shape)
+    monkeypatch.undo()
+    engine.programs.drop(engine.drafter)
+
+
+def test_captures_are_no_part_of_a_prompt(engine, monkeypatch):
+    """Fault B52: a first piece of its width is captured under the prompt's own clock. Mutant: that time counted as
+    prefill and as capture."""
+
+    def forward(programs, target):
+        def slow(batch, cache):
+            engine.graphs.capture_ms += 1e6
+            return target.forward(batch, cache)
+
+        return slow
+
+    monkeypatch.setattr(type(engine.programs), "forward", forward)
+    result = engine.generate([1, 2, 3], Sampling(max_new_tokens=2, ignore_eos=True), shape=PLAIN)
+    assert engine.graphs.capture_ms == 1e6 and result.prefill_ms < 1 - 9e5 and result.first_token_ms < 1 - 9e5
+
+
 @pytest.mark.parametrize("emitted, flight, want", [(105, 0, 8), (106, 0, 16), (101, 1, 8), (102, 1, 16), (240, 1, 16)])
 def test_cycles_under_way_count(engine, emitted, flight, want):
     """The host knows what was emitted before the cycles under way, each of which may emit a whole path; but no request
