@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention import slot_of
 from .cache_write import slots
+from .splits import slot_of
 from .tile import begin, chained
 
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .attention import slot_of
+from .splits import slot_of
 from .tile import up
 
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from . import attention
-from .attention import keep_partial, last_of, merge_partials, online, path_key, slot_of, stretch
+from .splits import Sizes, keep_partial, last_of, merge_partials, online, path_key, slot_of, stretch
 from .tile import groups, product, tile_of, up
 
 
@@ -30,9 +30,9 @@ def reference(q, plane, v_up, pages, prefix, tree, page_size, scale):
 
 
 SIZES = {  # law 1's constants, as in kernels.attention: a latent row is four times as wide as a key of 128
-    torch.bfloat16: attention.Sizes(split=32, lanes=64, warps=8, stages=3),
-    torch.float16: attention.Sizes(split=32, lanes=64, warps=8, stages=3),
-    torch.float32: attention.Sizes(split=16, lanes=32, warps=4, stages=1),
+    torch.bfloat16: Sizes(split=32, lanes=64, warps=8, stages=3),
+    torch.float16: Sizes(split=32, lanes=64, warps=8, stages=3),
+    torch.float32: Sizes(split=16, lanes=32, warps=4, stages=1),
 }
 TILE = 32  # (query, head) rows that share one read of the cache
 MERGED = 128  # columns that a program merges

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from . import mla, mla_attention, norm
-from .attention import slot_of
 from .prefill import linear
+from .splits import slot_of
 from .tile import up
 
 

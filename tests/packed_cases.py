@@ -4,6 +4,7 @@ Scales differ a hundredfold between neighbouring groups, so that one taken from 
 """
 
 import torch
+from cycle_cases import CASES as CYCLE
 from twin_cases import CASES as PLAIN
 from twin_cases import Make
 
@@ -118,4 +119,4 @@ def experts_mxfp4(dtype, device):
         yield f"{n}x{d}-{e}", (make.floats(n, d), ids, weights, *packed, "clamped_swiglu", extra)
 
 
-CASES = PLAIN | {f.__name__: f for f in (experts_int4, moe_int4, experts_fp8, experts_mxfp4)}
+CASES = PLAIN | CYCLE | {f.__name__: f for f in (experts_int4, moe_int4, experts_fp8, experts_mxfp4)}

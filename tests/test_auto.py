@@ -1,17 +1,15 @@
 """A shape that chooses itself, by an injected cost table and a clock that adds up its times: nothing here depends on
 how fast the machine is. What it reaches by the wall is measured by `python -m bench.auto` on a GPU."""
 
-import json
-
 import pytest
 import torch
 from oracles import Replay
 from toys import NEXT, V, follow, one_line, pair
 
-from engine import Engine, Sampling, Shape, measure, spawn
+from engine import Engine, Sampling, Shape
 from engine.auto import AUTO, GRID
-from engine.chooser import Average, Chooser, Experience, Fixed, Rates
-from engine.cost import CostTable, json_of, table_of
+from engine.chooser import Experience, Fixed
+from engine.cost import CostTable
 from engine.options import DEMO
 from engine.prompts import read
 from engine.shape import PLAIN
@@ -70,12 +68,6 @@ def replay(engine, prompt, tokens, right, kind=Replay):
     """A drafter that knows the text behind `prompt`, and the text; right: of Replay."""
     text = engine.generate(prompt, Sampling(max_new_tokens=tokens + 16, ignore_eos=True), shape=PLAIN).token_ids
     return kind([prompt + text], V, right), text[:tokens]
-
-
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    return tmp_path / ".cache" / "eagle3-engine"
 
 
 # What it must reach
@@ -289,112 +281,11 @@ def test_logits_are_those_of_plain_decoding_across_switches():
 # How it decides
 
 
-class Asked:
-    def __init__(self, index=0):
-        self.index = index
-
-
-def settled(table, shapes, pattern, cycles=300):
-    """The shape taken at last where a chain is kept as `pattern` (a list of 0 and 1, over and over) says by depth."""
-    shapes = [PLAIN, *shapes]
-    chooser, request, lag = Chooser(table, shapes, Experience(shapes)), Asked(), 1
-    for at in range(cycles):
-        shape = chooser.choose([request], lag)
-        lag = shape.path if shape != PLAIN else lag + 1
-        kept = pattern[at % len(pattern)]
-        kept = min(kept, shape.path - 1)
-        chooser.cycle(request, shape, kept, kept, int(kept < shape.path - 1))
-    return chooser.choose([request], 1)
-
-
-def test_trees_compete_on_cost_not_on_length():
-    """The tree keeps more whatever it costs. Mutant: the accept length alone decides."""
-    chain, tree = Shape(3, 1, 4), Shape(3, 4, 8)
-    kept = [3, 1, 0, 2, 3, 1]
-    cheap = CostTable(1.0, {4: 1.3, 8: 1.31}, shapes=(chain, tree))
-    dear = CostTable(1.0, {4: 1.3, 8: 2.6}, shapes=(chain, tree))
-    assert settled(dear, [chain, tree], kept) == chain
-    assert settled(cheap, [tree], kept) == tree
-    few, many = map(Experience([PLAIN, chain, tree]).lengths, ([0.2] * 3, [0.8] * 3))
-    assert few[0] == many[0] == 1 and few[1] == pytest.approx(1 + 0.2 + 0.04 + 0.008)
-    assert few[2] > few[1] and many[2] > many[1]
-
-
-def test_proposals_compared_at_once_count_one_by_one():
-    """A catch-up's are many. Mutants: one observation for all; averages that never forget."""
-    for share, times in ((0.0, 3), (0.5, 60), (1.0, 500)):
-        once, each = Average(0.65, 16, 32), Average(0.65, 16, 32)
-        once.add(share, times)
-        for _ in range(times):
-            each.add(share)
-        assert (once.value, once.mass) == (pytest.approx(each.value), each.mass)
-    rates = [Rates(Experience([PLAIN, Shape(3, 1, 4)])) for _ in range(2)]
-    for one in rates:
-        one.cycle(Shape(3, 1, 4), 3, 3, 0)
-    rates[0].foreseen(20, 40)
-    for _ in range(20):
-        rates[1].foreseen(1, 2)
-    assert rates[0].chances() == pytest.approx(rates[1].chances()) and rates[0].chances()[0] < 0.65
-
-
-def test_several_requests_are_served_at_once():
-    """One for which drafting pays and three for which it does not. Mutant: the first request decides for all."""
-    table, shapes = costs(0.2), [PLAIN, Shape(3, 1, 4)]
-    for good, drafts in ((1, False), (4, True)):
-        chooser, requests = Chooser(table, shapes, Experience(shapes)), [Asked(i) for i in range(4)]
-        for _ in range(200):
-            shape = chooser.choose(requests, 1)
-            for request in requests:
-                kept = 3 if request.index < good else 0
-                chooser.cycle(request, Shape(3, 1, 4), kept, kept, int(not kept))
-        assert (shape != PLAIN) == drafts
-
-
-def test_a_change_of_shape_has_its_price():
-    """Where the drafter must catch up first. Mutant: the price is forgotten."""
-    table = costs(0.12, catch_up=16.0)
-    shapes, found = [PLAIN, Shape(1, 1, 2)], []
-    for lag in (1, 2, 20):
-        found.append(Chooser(table, shapes, Experience(shapes)).choose([Asked()], lag))
-    assert found == [Shape(1, 1, 2), Shape(1, 1, 2), PLAIN]
-
-
-def test_trials_are_paid_for():
-    """Hope that never ends, on a draft that keeps nothing, costs one per cent. Mutants: trials that nothing bounds;
-    none at all."""
-    table, shapes, request, ran = costs(0.12), [PLAIN, Shape(1, 1, 2)], Asked(), []
-    chooser = Chooser(table, shapes, Experience(shapes))
-    for _ in range(2000):
-        ran.append(chooser.choose([request], 1))
-        rates = chooser.rates[request.index]
-        rates.first.value, rates.found, rates.age = 0.0, None, 10_000
-    late = ran[20:]
-    ms = sum(table.cycle(shape) for shape in late) / len(late)
-    assert table.plain < ms < 1.0105 * table.plain
-
-
 def test_every_rank_decides_alike(toys):
     """The same costs and tokens, the same shapes. Mutant: a clock or a set's order in the decision."""
     engine = pair(toys.history(), toys.random_draft(), max_context=256, max_batch=1)
     runs = [auto(engine, FAIR, [[9, 8], [7]], 80) for _ in range(2)]
     assert runs[0] == runs[1]
-
-
-def chosen(target, draft):
-    """On each rank: the costs it goes by, ids and shapes of two requests, ids of plain decoding."""
-    torch.set_num_threads(1)
-    engine = pair(target, draft, tp=2, max_context=128, max_batch=2, shapes=SHAPES[:2])
-    how = [Sampling(max_new_tokens=60)] * 2
-    plain = [r.token_ids for r in engine.generate([[3], [5, 9]], how, shape=PLAIN)]
-    found = engine.generate([[3], [5, 9]], how, shape=AUTO)
-    return json_of(engine.auto.tables[2]), [r.token_ids for r in found], [r.shapes for r in found], plain
-
-
-def test_ranks_measure_and_choose_together(home, toys):
-    """Two processes measure, each with a clock of its own, and go by the same costs. Mutants: how many cycles to time
-    decided by each rank's clock, which leaves one waiting; a table of each rank's own; another rank's file read."""
-    one, other = spawn(chosen, 2, toys.history(), toys.random_draft())
-    assert one == other and one[1] == one[3] and len(list(home.iterdir())) == 1
 
 
 def test_sampled_ids_do_not_depend_on_the_shapes(toys):
@@ -408,70 +299,6 @@ def test_sampled_ids_do_not_depend_on_the_shapes(toys):
     assert any(s != PLAIN for r in found for s in r.shapes) and all(s.topk > 1 or s == PLAIN for s in found[0].shapes)
     engine.auto.shapes = (Shape(3, 1, 4),)
     one_line(pytest.raises(Refused, engine.generate, [3], how[0], shape=AUTO), "sampling takes trees")
-
-
-# What cycles cost
-
-
-def test_costs_are_measured_once_and_kept(home, toys, monkeypatch):
-    """Mutants: a key without the shapes, the code or the batch; a file that is not whole; a stale one that is used."""
-    load = dict(device="cpu", max_context=128, max_batch=2, shape=AUTO, shapes=SHAPES)
-    engine = Engine.load(toys.history(), toys.random_draft(), **load)
-    (file,) = home.iterdir()
-    table = engine.auto.tables[1]
-    assert engine.auto.origin[1].startswith("measured") and str(file) in engine.auto.origin[1]
-    assert set(table.shapes) == set(SHAPES) and set(table.catch_up) == {8, 64} and table.plain > 0
-    assert all(table.cycle(s) > table.plain / 2 for s in SHAPES)
-    assert not any(key[-1] for key in engine.programs.cycles)  # no stamped cycle is left
-    assert engine.pool.free == engine.pool.size
-    again = Engine.load(toys.history(), toys.random_draft(), **load)
-    assert again.auto.origin[1] == f"read from {file}" and again.auto.tables[1] == table
-    again.prepare(AUTO, 2)
-    assert again.auto.origin[2].startswith("measured") and len(list(home.iterdir())) == 2
-    stale = Engine.load(toys.history(), toys.random_draft(), **load | {"shapes": SHAPES[:2]})
-    assert stale.auto.origin[1].startswith("measured") and set(stale.auto.tables[1].shapes) == set(SHAPES[:2])
-    monkeypatch.setattr(measure, "_code", lambda: "another")
-    assert Engine.load(toys.history(), toys.random_draft(), **load).auto.origin[1].startswith("measured")
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "{}", '{"key": 1, "table": {}}', '{"key": {"a": 1}, "table": {"plain": 0}}', "\udcff"]
-)
-def test_a_kept_table_that_cannot_be_read_is_measured_again(text, tmp_path):
-    """Mutant: any of these as an error."""
-    file = tmp_path / "costs.json"
-    assert measure.read(file, {"a": 1}) is None
-    file.write_bytes(text.encode("utf-8", "surrogateescape"))
-    assert measure.read(file, {"a": 1}) is None
-    assert measure.keep(file, {"a": 1}, FAIR) == f"kept in {file}"
-    assert measure.read(file, {"a": 1}) == FAIR and measure.read(file, {"a": 2}) is None
-    assert [path.name for path in tmp_path.iterdir()] == ["costs.json"]
-
-
-def test_where_nothing_can_be_kept(tmp_path):
-    """It says so, and goes on. Mutant: an error at start-up."""
-    (tmp_path / "file").write_text("")
-    said = measure.keep(tmp_path / "file" / "costs.json", {}, FAIR)
-    assert said.startswith("not kept: ") and "\n" not in said
-
-
-def test_ranks_take_the_slowest(toys):
-    """A cycle ends when its slowest rank does, and all must decide by the same numbers. Mutant: each its own."""
-    engine = pair(toys.history(), toys.random_draft())
-
-    class Two:
-        def every(self, numbers):
-            return [numbers, [2 * x for x in reversed(numbers)]]
-
-    engine.parts.tp = Two()
-    assert measure._most(engine, [1.0, 5.0, 3.0]) == [6.0, 10.0, 3.0]
-
-
-def test_a_table_survives_json():
-    """Mutants: shapes or widths as texts; a rest of each shape summed up."""
-    own = CostTable(1.5, {4: 2.0, 8: 3.0}, {Shape(3, 1, 4): 0.5}, 0.1, {1: 0.2}, {4: 9.0}, (Shape(3, 1, 4),), {8: 1.0})
-    for table in (own, FAIR, CostTable(1.0, {4: 2.0}, shapes=(Shape(3, 1, 4),))):
-        assert table_of(json.loads(json.dumps(json_of(table))), "x") == table
 
 
 def test_what_cannot_be(toys):
@@ -495,21 +322,3 @@ def test_another_drafter_is_another_pair(toys):
     assert engine.auto.tables and any(engine.auto.experience.runs)
     engine.drafter = replay(engine, [3], 20, 1.0)[0]
     assert not engine.auto.tables and engine.auto.experience is None
-
-
-def test_the_command_line(home, toys, tmp_path, capsys):
-    """The report says when the shape changed. Mutant: shapes of a fixed run."""
-    from engine.generate import main
-
-    ids, stats = tmp_path / "ids.jsonl", tmp_path / "stats.json"
-    ids.write_text('{"token_ids": [3, 9]}')
-    words = ["--target", toys.map(), "--draft", toys.map_draft(), "--prompt-file", str(ids), "--stats", str(stats)]
-    words += ["--device", "cpu", "--max-context", "128", "--max-new-tokens", "40"]
-    assert main([*words, "--shape", "auto"]) == 0
-    said, run = capsys.readouterr().err, json.loads(stats.read_text())
-    assert "shape auto: one of 0-1-1, 1-1-2" in said and "measured in" in said
-    assert run["shapes"][0]["cycle"] == 0 and run["requests"][0]["token_ids"] == follow(9, 40, NEXT)
-    names = {str(s) for s in (PLAIN, *GRID)}
-    assert {entry["shape"] for entry in run["shapes"]} <= names and set(run["shapes"][0]) == {"cycle", "shape"}
-    assert sum(entry["eager"] for entry in run["graphs"]) == run["requests"][0]["cycles"]
-    assert main(words) == 0 and json.loads(stats.read_text())["shapes"] == []

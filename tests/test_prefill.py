@@ -14,7 +14,7 @@ from twin_cases import Make, fill
 
 import kernels
 from engine import Engine, Sampling
-from kernels import prefill
+from kernels import wide
 from kernels.attend import composed
 from kernels.prefill import FlashInfer
 from weights.config import Refused
@@ -54,10 +54,10 @@ def test_long_prompts(device, dtype, page, window):
 
 
 @pytest.mark.parametrize("device, dtype", [run for run in RUNS if run.values[1] != torch.float32])
-@pytest.mark.parametrize("sizes", prefill.DENSE, ids=lambda sizes: f"{sizes.rows}x{sizes.outputs}")
+@pytest.mark.parametrize("sizes", wide.DENSE, ids=lambda sizes: f"{sizes.rows}x{sizes.outputs}")
 def test_every_tile(device, dtype, sizes, monkeypatch):
     """Kills: rows, outputs or columns past a tile's last; halves of a gated product taken from one another."""
-    monkeypatch.setattr(prefill, "DENSE", {sizes: 1.0})
+    monkeypatch.setattr(wide, "DENSE", {sizes: 1.0})
     make, (atol, rtol) = Make(dtype, device, 37), TOLERANCE[dtype]
     for columns in (72, 128):
         x, extra = make.floats(150, columns), make.floats(150, 270)
@@ -74,7 +74,7 @@ def test_many_rows_an_expert(device, dtype):
     ids = torch.randint(0, 2, (300, 1), generator=make.generator) * 2
     ids[7] = 1
     ids, weights = ids.to(device), torch.rand(300, 1, generator=make.generator).to(device)
-    assert prefill.of_experts(dtype, 300, 3) is prefill.MANY
+    assert wide.of_experts(dtype, 300, 3) is wide.MANY
     case = make.floats(300, 72), ids, weights, make.weight(3, 2 * 40, 72), make.weight(3, 72, 40), "silu"
     got, want = (table.experts(*case) for table in (kernels.PREFILL, kernels.REFERENCE))
     torch.testing.assert_close(got, want, atol=atol, rtol=rtol)

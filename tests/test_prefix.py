@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from test_streaming import pages_add_up
+from test_ends import pages_add_up
 from toys import NEXT, V, disturb, follow, pair
 
 from engine import Engine, Sampling, Shape

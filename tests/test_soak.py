@@ -3,7 +3,8 @@
 import random
 
 import pytest
-from test_streaming import TALE, characters, pages_add_up
+from test_ends import pages_add_up
+from test_streaming import TALE, characters
 from test_text import saved
 from toys import cycle_of, follow, pair
 

@@ -1,6 +1,7 @@
 """Each fused op against its reference: in Triton's interpreter on the CPU, compiled on a GPU.
 
-What each case kills: tests/twin_cases.py and packed_cases.py. Fresh memory is NaN, cache rows nobody may read are NaN.
+What each case kills: tests/twin_cases.py, cycle_cases.py, latent_cases.py and packed_cases.py. Fresh memory is NaN,
+cache rows nobody may read are NaN.
 """
 
 import contextlib
