@@ -1,8 +1,9 @@
 """Grouped expert MLP with biases over MXFP4 weights (weights.formats.mxfp4): gpt-oss.
 
-A word holds eight codes of e2m1, even columns in its low half. Sign and magnitude of the first two codes lie where a
-pair of bf16 has its sign and the last bits of its exponents, those of the others some shifts away: one to four
-operations make a pair of weights of two codes, and a multiplication by the group's power.
+A word holds eight codes of e2m1 in four pairs, the even column in the lower half. Sign and magnitude of a pair lie
+where a pair of bf16 has its signs and the last bits of its exponents: the first pair's in the word itself, the next
+ones' in the word shifted, in the word turned, and in the exclusive or of two shifts (shifts of those eight bits alone
+do not fill a word). So one to three operations make a pair of codes, and a multiplication by the group's power weights.
 """
 
 import torch
@@ -10,15 +11,21 @@ import torch
 from . import experts, nibbles
 
 CODES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-MAGNITUDES, SIGNS = (6, 22, 3, 19, 0, 16, 9, 25), (15, 31, 12, 28, 13, 29, 14, 30)  # of a column, its lowest bit
+MASK = -0x7E3F7E40  # bits 6-8 of each half: magnitudes; its bit 15: signs
+
+
+def paired(words):
+    """int32 [...] -> [..., 4]: a pair of codes in each, the bits of MASK."""
+    shifted = words, words << 6, words << 12 | words >> 20 & 0xFFF, words << 2 ^ words >> 6
+    return torch.stack(shifted, -1) & MASK
 
 
 def dequantise(packed, scale):
     """int32 [..., words], scale uint8 [..., groups] -> [..., 8 * words] fp32: code * 2^(scale - 127) of its group."""
     values = torch.tensor(CODES + tuple(-c for c in CODES), device=packed.device)
-    low, sign = (torch.tensor(bits, device=packed.device, dtype=torch.int32) for bits in (MAGNITUDES, SIGNS))
-    codes = (packed[..., None] >> low & 7) + 8 * (packed[..., None] >> sign & 1)
-    codes = codes.flatten(-2).unflatten(-1, (scale.shape[-1], -1))
+    halves = paired(packed)[..., None] >> torch.tensor((0, 16), device=packed.device, dtype=torch.int32)
+    codes = (halves >> 6 & 7) + 8 * (halves >> 15 & 1)
+    codes = codes.flatten(-3).unflatten(-1, (scale.shape[-1], -1))
     return torch.ldexp(values[codes], scale.int()[..., None] - 127).flatten(-2)
 
 

@@ -21,7 +21,7 @@ from . import head, linear, native_latent, native_packed, native_routing
 from .routing import Routing
 from .structs import filled, structure
 
-ABI = 12
+ABI = 13
 CAPABILITY = (9, 0)
 # columns of a projection, with a norm or without (project.cuh)
 COLUMNS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 2304, 2880, 4096)

@@ -53,16 +53,27 @@ def tile_of(dtype, words):
 
 
 @triton.jit
+def paired(words, number: tl.constexpr):
+    """The `number`-th pair of codes of each word of MXFP4, as kernels.experts_mxfp4.paired has it."""
+    if number == 0:
+        bits = words
+    elif number == 1:
+        bits = words << 6
+    elif number == 2:
+        bits = (words << 12) | ((words >> 20) & 0xFFF)
+    else:
+        bits = (words << 2) ^ (words >> 6)
+    return bits & -0x7E3F7E40
+
+
+@triton.jit
 def _codes(words, place: tl.constexpr, KIND: tl.constexpr):
     """The values of the codes at one place of each word, fp32."""
     if KIND == "int4":
         value = (((words >> (4 * place)) & 15) - 8).to(tl.float32)
     else:  # e2m1: sign, two bits of exponent, one of mantissa, where kernels.experts_mxfp4 has them
-        pair: tl.constexpr = place // 2
-        half: tl.constexpr = place % 2 * 16
-        low = (words >> (half + 9 - 3 * ((pair + 1) % 4))) & 1
-        power = (words >> (half + 10 - 3 * ((pair + 1) % 4))) & 3
-        sign = (words >> (half + 15 - (3 * pair) % 4)) & 1
+        pair = paired(words, place // 2) >> place % 2 * 16
+        low, power, sign = (pair >> 6) & 1, (pair >> 7) & 3, (pair >> 15) & 1
         bits = tl.where(power == 0, low * 0x3F000000, ((power + 126) << 23) | (low << 22))
         value = (bits | (sign << 31)).to(tl.float32, bitcast=True)
     return value

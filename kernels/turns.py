@@ -65,18 +65,10 @@ def _pair(words, factor, number: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.con
             pack=1,
         )
     elif PACKED:
-        if number == 0:
-            bits = words & -0x7E3F7E40
-        elif number == 1:
-            bits = (words << 3) & -0x7E3F7E40
-        elif number == 2:
-            bits = ((words << 6) & 0x01C001C0) | ((words << 2) & -0x7FFF8000)
-        else:
-            bits = ((words >> 3) & 0x01C001C0) | ((words << 1) & -0x7FFF8000)
         low, high = tl.inline_asm_elementwise(
             "{ .reg .b32 a, f; mov.b32 f, {$3, $3}; mul.rn.bf16x2 a, $2, f; mov.b32 {$0, $1}, a; }",
             "=h,=h,r,h",
-            [bits, factor],
+            [nibbles.paired(words, number), factor],
             dtype=(tl.bfloat16, tl.bfloat16),
             is_pure=True,
             pack=1,

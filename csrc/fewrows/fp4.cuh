@@ -32,13 +32,13 @@ struct Fp4Format {
   // 2^126 times the power of two that is stored, 2^127 at most; the rest of powers that no weight needs is a second factor.
   static __device__ __forceinline__ Factor factor(uint32_t stored) { return twice(min(stored, kMost) + 126); }
   static __device__ __forceinline__ bool large(uint32_t stored) { return stored > kMost; }
-  // Bits of each half of a word: 15, 8-6 are sign and magnitude of the first pair's code, as bf16 has them but 2^126 too low
-  // (subnormals too); 12, 5-3 of the second pair's; 13, 2-0 of the third's; 14, 11-9 of the fourth's.
+  // Bits 15 and 8-6 of each half of a pair's word are sign and magnitude of its codes, as bf16 has them but 2^126 too low
+  // (subnormals too). Left shifts run beside the integer unit, which is busier.
   template <bool kLarge>
   static __device__ __forceinline__ uint4 decode(uint32_t word, Factor factor, uint32_t stored) {
-    constexpr uint32_t kSign = 0x80008000u, kMagnitude = 0x01c001c0u;
-    uint32_t bits[4] = {word & (kSign | kMagnitude), word << 3 & (kSign | kMagnitude), (word << 6 & kMagnitude) | (word << 2 & kSign),
-                        (word >> 3 & kMagnitude) | (word << 1 & kSign)};
+    constexpr uint32_t kMask = 0x81c081c0u;
+    const uint32_t sixth = static_cast<uint32_t>(static_cast<int32_t>(word) >> 6);
+    uint32_t bits[4] = {word & kMask, word << 6 & kMask, __funnelshift_l(word, word, 12) & kMask, (word << 2 ^ sixth) & kMask};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       __nv_bfloat162 value = __hmul2(*reinterpret_cast<const __nv_bfloat162 *>(&bits[i]), factor);
