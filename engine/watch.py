@@ -37,8 +37,8 @@ class Watch:
     """What was last seen of two sets of tensors.
 
     A name bound to another tensor is seen by the address of its memory, a tensor changed in place by the version that
-    torch counts for autograd (it has no public name for that). Writes past torch (`.data`, a kernel of one's own) are not seen. Tensors that come anew
-    are no change.
+    torch counts for autograd (it has no public name for that). Writes past torch (`.data`, a kernel of one's own) are
+    not seen. Tensors that come anew are no change.
     """
 
     def __init__(self):

@@ -21,17 +21,22 @@ def test_collectives(tmp_path, capsys):
     assert said.count("is the fastest") == 4 and "makes 96 of them" in said and "sums: gloo" in said
 
 
-@pytest.mark.parametrize("ranks, sums", [("--tp", {"sums.1", "sums.4"}), ("--tp-slice", set())])
-def test_sums_of_a_pass(tmp_path, ranks, sums):
-    """Measured among ranks; one rank alone has none. Mutants: additions of a slice that pass for its sums; ranks whose
-    sums are left out."""
+@pytest.mark.parametrize("ranks, sums", [
+    ("--tp 2", {"sums.1", "sums.4"}), ("--tp 2 --reduction library", {"sums.1", "sums.4"}), ("--tp-slice 2", set()),
+])  # fmt: skip
+def test_sums_of_a_pass(tmp_path, monkeypatch, ranks, sums):
+    """Measured among ranks, under NCCL's variables as they stand; one rank alone has none. Mutants: additions of a
+    slice that pass for its sums; ranks whose sums are left out; a run that does not say what it ran under."""
+    monkeypatch.setenv("NCCL_PROTO", "LL")
     (tmp_path / "t.json").write_text(json.dumps({"target": target_config(layers=3)}))
     (tmp_path / "d.json").write_text(json.dumps({"draft": draft_config(layers=3, draft_vocab=32)}))
-    words = f"--random {tmp_path}/t.json --draft random:{tmp_path}/d.json {ranks} 2 --device cpu --context 20"
+    words = f"--random {tmp_path}/t.json --draft random:{tmp_path}/d.json {ranks} --device cpu --context 20"
     words += f" --rows 1 4 --shapes 3-1-4 --rounds 1 --repeats 1 --tokens 8 --json {tmp_path}/run.json"
     assert verify_vs_draft.main(words.split()) == 0
-    names = {figure["name"] for figure in json.loads((tmp_path / "run.json").read_text())["figures"]}
+    run = json.loads((tmp_path / "run.json").read_text())
+    names = {figure["name"] for figure in run["figures"]}
     assert {name for name in names if name.startswith("sums.")} == sums and {"plain", "cycle.3-1-4"} <= names
+    assert run["environment"]["NCCL_PROTO"] == "LL" and run["workload"]["tp"] == (2 if sums else 1)
 
 
 def test_sums_of_a_slice(tmp_path):
@@ -94,8 +99,10 @@ def test_startup(tmp_path, capsys, ranks):
 
 
 def test_failures(capsys):
-    assert failures.main(["--device", "cpu", "--when", "load"]) == 0
-    assert "rank 1: was killed by SIGKILL" in capsys.readouterr().out
+    """In load, capture (on the CPU the first pass) and decode. Mutant: one of them in which nobody is killed."""
+    assert failures.main(["--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("rank 1: was killed by SIGKILL") == 3 and all(f"ended.{when}" in said for when in failures.WHEN)
 
 
 def test_a_folder_that_is_full_is_refused(tmp_path, monkeypatch, capsys):

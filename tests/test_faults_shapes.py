@@ -1,9 +1,10 @@
 """B47: shapes that alternate, across requests and within one: the same ids, one program a shape, and a head that has
-caught up."""
+caught up. B48: captures of several shapes in one pool of memory."""
 
 import itertools
 
 import pytest
+import torch
 from oracles import Forced, FreshHead, Replay, Transformers
 from toys import NEXT, V, disturb, follow, pair
 
@@ -85,3 +86,32 @@ def test_shapes_switch_within_a_request(toys, stretch):
         for round in rounds:
             head.check(round, slot)
     assert engine.pool.free == engine.pool.size
+
+
+def outlives(engine, want, shapes, turns, device):
+    """Captures of `shapes` in this order, replayed `turns` times while blocks are taken, written over and given back,
+    the drafter's made anew at times: plain decoding's logits every time."""
+    engine.forget()
+    for turn in range(turns):
+        for shape in shapes:
+            assert torch.equal(logits_of(engine, shape), want), (shape, turn)
+        blocks = [torch.full((1 << size,), float("nan"), device=device) for size in (12, 18, 22, 24)]
+        del blocks
+        if turn % 25 == 24:
+            engine.programs.drop(engine.drafter)
+
+
+def logits_of(engine, shape):
+    """Those of every token after the prompt's own, [n, V]."""
+    events = list(engine.stream(PROMPT, Sampling(max_new_tokens=12, ignore_eos=True), shape=shape))
+    return torch.cat([event.tree.logits[event.accepted] for event in events[1:]])
+
+
+@pytest.mark.gpu
+def test_captures_outlive_what_comes_and_goes(toys):
+    """B48: the target's graphs before the draft's and behind them. Mutants: buffers of a capture that are not its
+    pool's; captures of a drafter that is let go taking memory of others with them."""
+    made = {how: pair(toys.history(), toys.random_draft(), device="cuda", graphs=how) for how in ("off", "required")}
+    want = logits_of(made["off"], PLAIN)
+    for shapes in ((PLAIN, Shape(3, 1, 4), Shape(3, 2, 8)), (Shape(3, 2, 8), Shape(3, 1, 4), PLAIN)):
+        outlives(made["required"], want, shapes, 100, "cuda")
