@@ -2,9 +2,11 @@
 
 from weights.checkpoint import AnyCheckpoint, Checkpoint, RandomCheckpoint
 from weights.config import Eagle3Config, Fields, LlamaConfig, Qwen3MoeConfig, Refused, Rope, eos_ids, named, rope
+from weights.cut import Cut
+from weights.declared import Report
 from weights.heads import Renamed, head_names
 from weights.hub import resolve
-from weights.source import Cut, Report, Source
+from weights.source import Source
 
 __all__ = [
     "AnyCheckpoint",
