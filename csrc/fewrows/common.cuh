@@ -363,6 +363,28 @@ struct Operand {
     }
     if (kGroups == 1 && lane >> 2 >= rows - begin) more = shared + (more - shared) % kPitch; // the first row's
   }
+  // The same of a single group in two steps, between which a thread may ask for more: its answers come behind these.
+  struct Asked {
+    uint4 of[kRows];
+  };
+  static __device__ __forceinline__ void ask(Asked &asked, const bf16 *x, size_t stride, int begin, int rows) {
+    static_assert(kStaged && kGroups == 1 && kChunks == kThreads, "a chunk of a row a thread");
+#pragma unroll
+    for (int r = 0; r < kRows; r++) load_rows_if(asked.of[r], x + (begin + r) * stride + threadIdx.x * 8, begin + r < rows);
+  }
+  __device__ __forceinline__ void keep(const Asked &asked, int begin, int rows, const uint4 &gain, float (*squares)[kRows]) {
+    float sum[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; r++) {
+      sum[r] = 0.f;
+      if (begin + r < rows) shared[r * kPitch + threadIdx.x] = gained(asked.of[r], gain, sum[r]);
+    }
+    const float total = sum_of_rows(sum);
+    const int lane = threadIdx.x & 31;
+    if ((lane & 3) == 0) squares[threadIdx.x >> 5][lane >> 2] = total;
+    __syncthreads();
+    if (lane >> 2 >= rows - begin) more = shared + (more - shared) % kPitch; // the first row's
+  }
   // What sums of row r of a group are still to be multiplied by.
   static __device__ __forceinline__ float factor(const float (*squares)[kRows], int r, bool normed, float eps) {
     float total = 0.f;

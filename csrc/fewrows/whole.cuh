@@ -1,6 +1,6 @@
-// A normed projection of one group of rows, all of whose weights are on their way before its wait, in registers and in shared
-// memory. Its few blocks take a multiprocessor each and leave the others to attention, which follows it: in clusters of 8, only so
-// that what they leave lies together, as attention's clusters need it. The sums of project.cuh, to the bit.
+// A normed projection of one group of rows, all of whose weights are on their way at once: into registers since before its wait, into
+// shared memory behind its rows. Its few blocks take a multiprocessor each and leave the others to attention, which follows it: in
+// clusters of 8, only so that what they leave lies together, as attention's clusters need it. The sums of project.cuh, to the bit.
 #pragma once
 
 #include "projection.cuh"
@@ -35,6 +35,8 @@ __global__ void __launch_bounds__(kThreads, 1) project_whole(Projection p) {
   using Rows = Operand<kThreads, kPieces, 1, true>;
   constexpr int kTiles = Whole::kTiles, kTurns = kTiles * 128 / kThreads;
   static_assert(kTiles * 128 % kThreads == 0, "an output of one row a thread and turn");
+  // Attention's blocks find room beside these, and what they read before their wait is older than the kernel before this one.
+  launch_dependents();
   extern __shared__ uint4 whole_memory[]; // weight rows, then rows of x
   __shared__ float red[kTiles][4 * kThreads];
   __shared__ float squares[1][kThreads / 32][kRows];
@@ -46,16 +48,16 @@ __global__ void __launch_bounds__(kThreads, 1) project_whole(Projection p) {
   const uint4 gain = load_weights(p.gamma + threadIdx.x * 8); // asked for first: what is asked for behind weights comes behind them
   __syncwarp(); // or ptxas has it last
   Whole own;
+  constexpr int kFirst = 8 * Whole::kHalves, kRegisters = Whole::kHalves / 2; // held weight rows begin; tiles all in registers
+  const int first_row = blockIdx.y * kRows;
   own.fetch(weight + (lane & 3) * 8, outputs, p.columns);
-  __syncwarp();
-  constexpr int kFirst = 8 * Whole::kHalves;
-  const typename Whole::Held held(whole_memory, weight + static_cast<size_t>(kFirst) * p.columns, outputs - kFirst, p.columns);
   Rows b(whole_memory + Whole::Held::kBytes / 16);
   // thread (tile, component, lane) of a turn, as in sum_partials
   auto out_of = [&](int turn) { return 16 * ((warp + turn * kThreads / 32) >> 2) + (warp & 2 ? 8 : 0) + (lane >> 2); };
-  const int own_row = 2 * (lane & 3) + (warp & 1), row = blockIdx.y * kRows + own_row;
+  const int own_row = 2 * (lane & 3) + (warp & 1), row = first_row + own_row;
   wait_for_predecessor();
-  launch_dependents();
+  typename Rows::Asked asked;
+  Rows::ask(asked, p.x, p.stride, first_row, p.rows);
   float before[kTurns], bias[kTurns];
 #pragma unroll
   for (int turn = 0; turn < kTurns; turn++) {
@@ -63,22 +65,29 @@ __global__ void __launch_bounds__(kThreads, 1) project_whole(Projection p) {
     before[turn] = live && p.residual ? load_bf16(p.residual + static_cast<size_t>(row) * p.outputs + begin + out) : 0.f;
     bias[turn] = live && p.bias ? load_bf16(p.bias + begin + out) : 0.f;
   }
-  b.stage(p.x, p.stride, blockIdx.y * kRows, p.rows, {{gain}}, squares);
+  __syncwarp(); // L1 answers in order: rows come behind the weights in registers, but not behind these
+  const typename Whole::Held held(whole_memory, weight + static_cast<size_t>(kFirst) * p.columns, outputs - kFirst, p.columns);
+  b.keep(asked, first_row, p.rows, gain, squares[0]);
   if (threadIdx.x < kRows) factors[threadIdx.x] = Rows::factor(squares[0], threadIdx.x, true, p.eps); // read after the next barrier
-  held.await();
   float4 c[kTiles], odd[kTiles];
 #pragma unroll
   for (int tile = 0; tile < kTiles; tile++) c[tile] = odd[tile] = make_float4(0.f, 0.f, 0.f, 0.f);
+  auto multiply_tiles = [&](int from, int to) {
 #pragma unroll
-  for (int i = 0; i < kPieces; i++) {
-    const uint4 v = b.get(0, i);
+    for (int i = 0; i < kPieces; i++) {
+      const uint4 v = b.get(0, i);
 #pragma unroll
-    for (int tile = 0; tile < kTiles; tile++) {
-      const uint4 top = own.get(held, 2 * tile, i), bottom = own.get(held, 2 * tile + 1, i);
-      mma(c[tile], top.x, bottom.x, top.y, bottom.y, v.x, v.y);
-      mma(odd[tile], top.z, bottom.z, top.w, bottom.w, v.z, v.w);
+      for (int tile = 0; tile < kTiles; tile++) {
+        if (tile < from || tile >= to) continue;
+        const uint4 top = own.get(held, 2 * tile, i), bottom = own.get(held, 2 * tile + 1, i);
+        mma(c[tile], top.x, bottom.x, top.y, bottom.y, v.x, v.y);
+        mma(odd[tile], top.z, bottom.z, top.w, bottom.w, v.z, v.w);
+      }
     }
-  }
+  };
+  multiply_tiles(0, kRegisters);
+  held.await();
+  multiply_tiles(kRegisters, kTiles);
 #pragma unroll
   for (int tile = 0; tile < kTiles; tile++) store_partial<kThreads>(red[tile], add(c[tile], odd[tile]));
   __syncthreads();
