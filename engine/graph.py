@@ -44,7 +44,8 @@ class Entry:
 
 @contextlib.contextmanager
 def uncollected():
-    """Garbage is collected before the block and not in it: destroying a graph during a capture ends the capture."""
+    """Garbage is collected before the block and not in it: destroying a graph during a capture ends the capture. Once
+    for many captures, since each look at all objects costs as much as a capture."""
     gc.collect()
     was = gc.isenabled()
     gc.disable()
@@ -60,8 +61,8 @@ class Graphs:
 
     Args:
         mode: auto (capture on CUDA), required (Refused where it cannot be), off.
-        capturing: callable(list) -> iterable over it, which is walked through while programs are captured ahead of use,
-        as a progress bar is; None: nobody watches.
+        capturing: callable(list) -> iterable over it, which is walked through while programs are captured, as a
+        progress bar is; None: nobody watches.
     """
 
     def __init__(self, mode, device, capturing=None):
@@ -79,7 +80,8 @@ class Graphs:
 
     def run(self, program, batch, shape, stages):
         """Run `program.run(stages)`, captured if it can be; `program` is an engine.cycle.Cycle or CatchUp."""
-        entry = self.prepare(program, batch, shape, stages)
+        entry = self.entries.get(self._key(program, batch, shape, stages))
+        entry = entry or self.prepare(program, batch, shape, stages)
         if entry.graph is None:
             entry.eager += 1
             program.run(stages)
@@ -87,25 +89,33 @@ class Graphs:
             entry.replays += 1
             entry.graph.replay()
 
+    def prepare(self, *works):
+        """The program's entry, captured on first use. The state is left as it was."""
+        self.prepare_all([works])
+        return self.entries[self._key(*works)]
+
     def prepare_all(self, programs):
-        """Entries for a list of what `prepare` takes."""
+        """Entries for a list of what `prepare` takes: (program, batch, shape, stages)."""
         missing = [works for works in programs if self._key(*works) not in self.entries]
-        for works in self.capturing(missing) if missing and self.reason is None else missing:
-            self.prepare(*works)
+        if self.reason is not None:
+            for works in missing:
+                self._enter(*works)
+        elif missing:
+            began = time.perf_counter()
+            with uncollected():
+                for works in self.capturing(missing):
+                    self._enter(*works)
+            self.capture_ms += (time.perf_counter() - began) * 1e3
+
+    def _enter(self, program, batch, shape, stages):
+        entry = Entry(batch, str(shape), stages, self.reason)
+        if self.reason is None:
+            entry.graph = self._capture(program, stages)
+        self.entries[self._key(program, batch, shape, stages)] = entry
 
     @staticmethod
     def _key(program, batch, shape, stages):
         return batch, shape, id(program), stages
-
-    def prepare(self, program, batch, shape, stages):
-        """The program's entry, captured on first use. The state is left as it was."""
-        key = self._key(program, batch, shape, stages)
-        if key not in self.entries:
-            entry = Entry(batch, str(shape), stages, self.reason)
-            if self.reason is None:
-                entry.graph = self._capture(program, stages)
-            self.entries[key] = entry
-        return self.entries[key]
 
     def forget(self, programs=None):
         """Drop the captures of these programs, or all: the tensors they point to are no longer the ones in use."""
@@ -116,10 +126,9 @@ class Graphs:
             del self.entries[key]
 
     def _capture(self, program, stages):
-        """Warm up on a side stream over a state that is put back afterwards, then record."""
+        """Warm up on a side stream over a state that is put back afterwards, then record; inside `uncollected`."""
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
-        began = time.perf_counter()
         kept = program.state.snapshot()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -128,10 +137,9 @@ class Graphs:
         torch.cuda.current_stream().wait_stream(side)
         program.state.restore(kept)
         graph = torch.cuda.CUDAGraph()
-        with uncollected(), torch.cuda.graph(graph, pool=self.pool):
+        with torch.cuda.graph(graph, pool=self.pool):
             program.run(stages)
         torch.cuda.synchronize()
-        self.capture_ms += (time.perf_counter() - began) * 1e3
         return graph
 
     def report(self):

@@ -80,7 +80,5 @@ class Pieces:
             self.pieces[width] = Piece(self.target, cache, width, *self.sizes)
         piece = self.pieces[width]
         piece.take(batch)
-        works = piece, 1, f"prompt of {width}", piece.stages
-        self.graphs.prepare_all([works])  # seen by who watches captures: cold compile caches take their time
-        self.graphs.run(*works)
+        self.graphs.run(piece, 1, f"prompt of {width}", piece.stages)
         return piece.hidden[:rows], piece.aux[:rows]

@@ -19,9 +19,6 @@ class Launched:
     def __init__(self):
         self.names = []
 
-    def prepare_all(self, programs):
-        """Nothing."""
-
     def run(self, program, batch, shape, stages):
         self.names.append(shape)
         program.run(stages)

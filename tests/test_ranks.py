@@ -86,7 +86,7 @@ def failing(target, draft, where, how):
     torch.set_num_threads(1)
     owner, name = {
         "load": (Source, "fill"),
-        "capture": (Graphs, "prepare"),
+        "capture": (Graphs, "_enter"),
         "decode": (Session, "_read"),
     }[where]
     real, calls = getattr(owner, name), []

@@ -106,8 +106,9 @@ def test_what_is_captured_ahead(engine):
 
 def test_captures_are_watched(engine, monkeypatch):
     """Who watches walks through what is captured ahead, and only where something is. Mutants: captures behind the
-    watcher's back; captured ones walked through again; an eager program taken for a capture."""
-    walked, made, graphs = [], [], engine.graphs
+    watcher's back; captured ones walked through again; an eager program taken for a capture; all objects looked at for
+    every capture."""
+    walked, made, looks, graphs = [], [], [], engine.graphs
     engine.programs.drop(engine.drafter)
 
     def watching(programs):
@@ -120,9 +121,11 @@ def test_captures_are_watched(engine, monkeypatch):
     assert not walked
     monkeypatch.setattr(graphs, "reason", None)
     monkeypatch.setattr(graphs, "_capture", lambda program, stages: made.append(program) or program)
+    monkeypatch.setattr("engine.graph.gc.collect", lambda: looks.append(1))
     for shape, rounds in ((Shape(3, 1, 4), 1), (Shape(3, 1, 4), 1), (Shape(1, 1, 2), 2)):
         engine.prepare(shape)
         assert len(walked) == len(made) == rounds * len(engine.programs.widths) and walked[-1] == (1, shape)
+        assert len(looks) == rounds
     monkeypatch.undo()
     engine.programs.drop(engine.drafter)
 
@@ -139,6 +142,7 @@ def test_captures_are_no_part_of_a_prompt(engine, monkeypatch):
         return slow
 
     monkeypatch.setattr(type(engine.programs), "forward", forward)
+    monkeypatch.setattr(engine.graphs, "capture_ms", 0.0)
     result = engine.generate([1, 2, 3], Sampling(max_new_tokens=2, ignore_eos=True), shape=PLAIN)
     assert engine.graphs.capture_ms == 1e6 and result.prefill_ms < 1 - 9e5 and result.first_token_ms < 1 - 9e5
 
