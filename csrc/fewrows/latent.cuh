@@ -58,16 +58,18 @@ __global__ void __launch_bounds__(kLatentThreads, 1) latent_attend(LatentAttenti
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int pairs = (p.t + kPair - 1) / kPair, sequence = blockIdx.y / pairs, first_row = blockIdx.y % pairs * kPair;
   const int rows = min(kPair, p.t - first_row), line = sequence * p.t + first_row, head0 = blockIdx.z * kHeadBlock;
-  const int prefix = static_cast<int>(load_long(p.prefix + sequence)), crossed = prefix / kLatentTile % kLatentLanes;
+  const int64_t committed_rows = load_long(p.prefix + sequence);
+  uint64_t bits[kPair];
+#pragma unroll
+  for (int r = 0; r < kPair; r++) bits[r] = p.tree && r < rows ? static_cast<uint64_t>(load_long(p.tree + line + r)) : 0; // beside the prefix
+  const int prefix = static_cast<int>(committed_rows), crossed = prefix / kLatentTile % kLatentLanes;
   const bool beside = static_cast<int>(blockIdx.x) == p.lanes;
   const int own = beside ? crossed : blockIdx.x, only = rows > 1 && own == crossed ? beside : -1; // the row it is for; -1: both
   if (beside && only < 0) return;
   const int *const pages = p.pages + static_cast<int64_t>(sequence) * p.table;
-  uint64_t bits[kPair];
   int last[kPair]; // position of each row
 #pragma unroll
   for (int r = 0; r < kPair; r++) {
-    bits[r] = p.tree && r < rows ? static_cast<uint64_t>(load_long(p.tree + line + r)) : 0;
     last[r] = r >= rows ? -1 : p.tree ? prefix + __popcll(bits[r]) - 1 : prefix + first_row + r;
     if (p.tree && threadIdx.x < 64 && bits[r] >> threadIdx.x & 1)
       path[r][__popcll(bits[r] & ((1ull << threadIdx.x) - 1))] = static_cast<uint8_t>(threadIdx.x);
@@ -92,36 +94,42 @@ __global__ void __launch_bounds__(kLatentThreads, 1) latent_attend(LatentAttenti
   auto reached = [&](LatentTurn turn) {
     return turn.row < 0 ? kLatentTile : min(kLatentTile, max(committed(turn), (turn.row ? last[1] : last[0]) + 1 - turn.tile * kLatentTile));
   };
-  auto fetch = [&](LatentTurn turn, int stage, int from, int to) { // positions from … to of the tile
+  // A warp fetches four positions of a tile, each of which lies in the slot that a lane of every four finds; -1: nobody sees it.
+  constexpr int kOwn = kLatentTile / (kLatentThreads / 32), kRowChunks = kLatentRow / 8;
+  static_assert(kOwn * kRowChunks % 32 == 0 && kHeadBlock == kLatentThreads / 32, "a warp's lanes share its positions evenly; a head a warp");
+  auto slot_of = [&](LatentTurn turn) {
+    const int row = row_of(turn.tile * kLatentTile + warp * kOwn + lane % kOwn, turn.row);
+    if (row < 0) return -1;
+    const unsigned page = static_cast<unsigned>(row) / static_cast<unsigned>(p.page);
+    return static_cast<int>(pages[page] * p.page + (row - page * p.page));
+  };
+  auto fetch = [&](int slot, int stage, int from, int to) { // positions from … to of the tile
+    bf16 *const own_rows = stages + stage * kLatentStage + warp * kOwn * kLatentPitch;
+    const int end = min(to - warp * kOwn, kOwn) * kRowChunks;
 #pragma unroll 1
-    for (int i = from * (kLatentRow / 8) + threadIdx.x; i < to * (kLatentRow / 8); i += kLatentThreads) {
-      const int k = i / (kLatentRow / 8), c = i % (kLatentRow / 8) * 8;
-      const int row = row_of(turn.tile * kLatentTile + k, turn.row), page = row < 0 ? 0 : row / p.page;
-      const int64_t slot = row < 0 ? 0 : static_cast<int64_t>(pages[page]) * p.page + (row - page * p.page);
-      copy_async(stages + stage * kLatentStage + k * kLatentPitch + c, p.plane + static_cast<size_t>(slot) * kLatentRow + c, row >= 0);
+    for (int first = max(from - warp * kOwn, 0) * kRowChunks; first < end; first += 32) {
+      const int i = first + lane, k = i / kRowChunks, c = i % kRowChunks * 8, at = __shfl_sync(kAll, slot, k);
+      if (i < end) copy_async(own_rows + k * kLatentPitch + c, p.plane + static_cast<size_t>(max(at, 0)) * kLatentRow + c, at >= 0);
     }
   };
   LatentTurn turn = begin(own), ahead = turn;
   bf16 *const queries = stages + kLatentStage; // on their way into registers
-  auto fetch_queries = [&](int from, int to) {
-#pragma unroll 1
-    for (int i = from * (kLatentRow / 8) + threadIdx.x; i < to * (kLatentRow / 8); i += kLatentThreads) {
-      const int m = i / (kLatentRow / 8), c = i % (kLatentRow / 8) * 8, r = m / kHeadBlock, h = m % kHeadBlock;
-      const size_t at = static_cast<size_t>(line + (r < rows ? r : 0)) * p.heads + head0 + h;
-      copy_async(queries + m * kLatentPitch + c, p.q + at * kLatentRow + c, r < rows);
-    }
+  auto fetch_queries = [&](int r) { // a head a warp
+    const bf16 *const from = p.q + (static_cast<size_t>(line + (r < rows ? r : 0)) * p.heads + head0 + warp) * kLatentRow;
+    bf16 *const to = queries + (r * kHeadBlock + warp) * kLatentPitch;
+#pragma unroll
+    for (int i = 0; i < kRowChunks; i += 32)
+      if (i + lane < kRowChunks) copy_async(to + (i + lane) * 8, from + (i + lane) * 8, r < rows);
   };
   // all but the nodes and the queries before the wait, and where the nodes lie
-  fetch(turn, 0, 0, committed(turn));
-  fetch(turn, 0, reached(turn), kLatentTile);
-  fetch_queries(rows * kHeadBlock, 16);
-  if (turn.row >= 0) {
-    const int first = pages[min(prefix / p.page, p.columns - 1)];
-    asm volatile("" ::"r"(first));
-  }
+  const int slot = slot_of(turn);
+  fetch(slot, 0, 0, committed(turn));
+  fetch(slot, 0, reached(turn), kLatentTile);
+  if (rows == 1) fetch_queries(1);
   wait_for_predecessor();
-  fetch(turn, 0, committed(turn), reached(turn));
-  fetch_queries(0, rows * kHeadBlock);
+  fetch_queries(0);
+  if (rows > 1) fetch_queries(1);
+  fetch(slot, 0, committed(turn), reached(turn));
   commit_copies();
   wait_copies<0>();
   __syncthreads();
@@ -138,7 +146,7 @@ __global__ void __launch_bounds__(kLatentThreads, 1) latent_attend(LatentAttenti
   float top[2] = {-INFINITY, -INFINITY}, norm[2] = {0.f, 0.f}; // of vectors 2 * warp and 2 * warp + 1
   auto fetch_ahead = [&](int stage) {
     ahead = after(ahead);
-    if (ahead.tile * kLatentTile < end) fetch(ahead, stage, 0, kLatentTile);
+    if (ahead.tile * kLatentTile < end) fetch(slot_of(ahead), stage, 0, kLatentTile);
     commit_copies();
   };
 #pragma unroll 1
@@ -231,7 +239,15 @@ __global__ void __launch_bounds__(kLatentThreads, 1) latent_attend(LatentAttenti
   }
 }
 
-// Rows of a block of values: few, so that a warp merges one part of one row, unless there are many.
+// Two floats at L2, without a branch; where it is not live, v stays as it is.
+__device__ __forceinline__ void load_pair_if(float2 &v, const float *p, bool live) {
+  asm volatile("{.reg .pred live;\nsetp.ne.b32 live, %3, 0;\n@live ld.relaxed.gpu.global.v2.f32 {%0,%1}, [%2];}"
+               : "+f"(v.x), "+f"(v.y)
+               : "l"(p), "r"(static_cast<int>(live))
+               : "memory");
+}
+
+// Rows of a block of values: few, so that a warp merges its columns of all at once, unless there are many.
 __host__ __device__ inline int value_rows(int rows) { return rows <= 2 * kRows ? kPair : kRows; }
 
 // Block (x, y): values x mod 4 * 32 … of head x / 4 for rows y: partials merged, then the head's matrix.
@@ -240,6 +256,7 @@ __global__ void __launch_bounds__(256, 1) latent_values(LatentAttention p) {
   constexpr int kBatch = 18; // partials in flight: those of 576 positions
   __shared__ __align__(16) bf16 latents[kRows * kPitch];
   __shared__ float red[4 * 256];
+  __shared__ float shares[8][kLatentLanes]; // of a warp's row
   launch_dependents(); // the output projection asks for its weights as early as there is room
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int head = blockIdx.x / (kHeadValues / kBlock), first = blockIdx.x % (kHeadValues / kBlock) * kBlock;
@@ -250,46 +267,66 @@ __global__ void __launch_bounds__(256, 1) latent_values(LatentAttention p) {
   for (int i = 0; i < 4; i++)
 #pragma unroll
     for (int h = 0; h < 2; h++) w[i][h] = load_weights(matrix + h * 8 * kLatent + i * kPiece);
-  auto partials_of = [&](int job) { // of its row: what the row's position says, which is older than the kernels before
-    if (job >= live * 4) return 0;
-    const int row = first_row + job / 4, prefix = static_cast<int>(load_long(p.prefix + row / p.t));
-    const int last = p.tree ? prefix + __popcll(static_cast<uint64_t>(load_long(p.tree + row))) - 1 : prefix + row % p.t;
-    return min(p.lanes, last / kLatentTile + 1);
+  // A warp merges 64 columns of two rows at a time: a row's partials are as many as its position says, which is older than the
+  // kernels before. Shares of the sum lie in shared memory: the code is short, since it is cold and all wait for it.
+  struct {
+    int count;
+    const float *from, *stats;
+  } of[kPair];
+  auto aim = [&](int first) {
+#pragma unroll
+    for (int r = 0; r < kPair; r++) {
+      const int row = first_row + min(first + r, live - 1), prefix = static_cast<int>(load_long(p.prefix + row / p.t));
+      const int last = p.tree ? prefix + __popcll(static_cast<uint64_t>(load_long(p.tree + row))) - 1 : prefix + row % p.t;
+      const size_t at = (static_cast<size_t>(row) * p.heads + head) * p.lanes;
+      of[r] = {min(p.lanes, last / kLatentTile + 1), p.totals + at * kLatent + warp * 64 + lane * 2, p.stats + (at + lane) * 2};
+    }
   };
-  int count = partials_of(warp);
+  aim(0);
   wait_for_predecessor();
 #pragma unroll 1
-  for (int job = warp; job < live * 4; count = partials_of(job += 8)) { // a row, a quarter of its columns
-    const size_t at = (static_cast<size_t>(first_row + job / 4) * p.heads + head) * p.lanes;
-    const float *from = p.totals + at * kLatent + job % 4 * 128 + lane * 4;
-    float top[2], norm[2];
+  for (int first_of = 0;; aim(first_of)) {
+    float2 v[kPair][kBatch] = {}, stats[kPair][2];
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
-      const int own = j * 32 + lane;
-      top[j] = own < count ? load_float(p.stats + (at + own) * 2) : -INFINITY;
-      norm[j] = own < count ? load_float(p.stats + (at + own) * 2 + 1) : 0.f;
-    }
-    uint4 v[kBatch];
-    auto load = [&](int c) { return load_rows(from + min(c, count - 1) * kLatent); };
+    for (int r = 0; r < kPair; r++) {
+      if (first_of + r >= live) continue;
 #pragma unroll
-    for (int c = 0; c < kBatch; c++) v[c] = load(c);
-    float high = warp_max(fmaxf(top[0], top[1]));
-    high = high == -INFINITY ? 0.f : high;
-    const float share[2] = {exp2f(top[0] - high), exp2f(top[1] - high)};
-    const float sum = warp_sum(norm[0] * share[0] + norm[1] * share[1]);
-    float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 1
-    for (int c0 = 0; c0 < count; c0 += kBatch)
-#pragma unroll
-      for (int c = 0; c < kBatch; c++) {
-        if (c0 + c >= count) break;
-        const float s = __shfl_sync(kAll, c0 + c < 32 ? share[0] : share[1], (c0 + c) & 31);
-        total.x = fmaf(s, __uint_as_float(v[c].x), total.x), total.y = fmaf(s, __uint_as_float(v[c].y), total.y);
-        total.z = fmaf(s, __uint_as_float(v[c].z), total.z), total.w = fmaf(s, __uint_as_float(v[c].w), total.w);
-        if (c0 + c + kBatch < count) v[c] = load(c0 + c + kBatch);
+      for (int j = 0; j < 2; j++) {
+        stats[r][j] = make_float2(-INFINITY, 0.f);
+        load_pair_if(stats[r][j], of[r].stats + j * 64, j * 32 + lane < of[r].count);
       }
-    *reinterpret_cast<uint2 *>(latents + job / 4 * kPitch + job % 4 * 128 + lane * 4) =
-        make_uint2(pack(total.x / sum, total.y / sum), pack(total.z / sum, total.w / sum));
+#pragma unroll
+      for (int c = 0; c < kBatch; c++) load_pair_if(v[r][c], of[r].from + c * kLatent, c < of[r].count);
+    }
+#pragma unroll
+    for (int r = 0; r < kPair; r++) {
+      if (first_of + r >= live) continue;
+      float high = warp_max(fmaxf(stats[r][0].x, stats[r][1].x));
+      high = high == -INFINITY ? 0.f : high;
+      const float share[2] = {exp2f(stats[r][0].x - high), exp2f(stats[r][1].x - high)};
+      const float sum = warp_sum(stats[r][0].y * share[0] + stats[r][1].y * share[1]);
+#pragma unroll
+      for (int j = 0; j < 2; j++) shares[warp][j * 32 + lane] = share[j];
+      __syncwarp();
+      float2 total = make_float2(0.f, 0.f);
+      auto take = [&](int c0, int c) { // and the one that follows in its place
+        const float s = shares[warp][c0 + c];
+        total.x = fmaf(s, v[r][c].x, total.x), total.y = fmaf(s, v[r][c].y, total.y);
+        load_pair_if(v[r][c], of[r].from + (c0 + c + kBatch) * kLatent, c0 + c + kBatch < of[r].count);
+      };
+#pragma unroll
+      for (int c = 0; c < kBatch; c++) take(0, c); // past the last are zeros
+#pragma unroll 1
+      for (int c0 = kBatch; c0 < of[r].count; c0 += kBatch)
+#pragma unroll
+        for (int c = 0; c < kBatch; c++) {
+          if (c0 + c >= of[r].count) break;
+          take(c0, c);
+        }
+      __syncwarp();
+      *reinterpret_cast<uint32_t *>(latents + (first_of + r) * kPitch + warp * 64 + lane * 2) = pack(total.x / sum, total.y / sum);
+    }
+    if ((first_of += kPair) >= live) break;
   }
   __syncthreads();
   float4 c = make_float4(0.f, 0.f, 0.f, 0.f);
