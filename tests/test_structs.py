@@ -54,3 +54,36 @@ def test_every_struct_is_compared():
         for value in vars(module).values()
     ]
     assert {v for v in named if isinstance(v, type) and issubclass(v, ctypes.Structure)} == COMPARED
+
+
+SIZES = {  # of csrc and of the Python that sizes buffers by them or keeps other sizes from its kernels
+    "kAbiVersion": native.ABI,
+    "kExperts": native.MOST_EXPERTS,
+    "kChoices": native.MOST_CHOICES,
+    "kTile": native.TILE,
+    "kFewer": native.RANKS[0],
+    "kRanks": native.RANKS[1],
+    "kVectors": native.VECTORS,
+    "kClusters": native.CLUSTERS,
+    "kGroupExperts": native_packed.MOST_EXPERTS,
+    "kGroupChoices": native_packed.MOST_CHOICES,
+    "kGroupChosen": native_packed.CHOSEN,
+    "kRouted": native_routing.MOST_EXPERTS,
+    "kRouterChoices": native_routing.MOST_CHOICES,
+    "kPlain": native_latent.PLAIN,
+    "kTurned": native_latent.TURNED,
+    "kLatent": native_latent.LATENT,
+    "kHeadValues": native_latent.VALUES,
+    "kLatentTile": native_latent.TILE,
+    "kLatentLanes": native_latent.LANES,
+    "kHeadBlock": native_latent.HEADS,
+}
+
+
+@pytest.mark.parametrize("name, own", SIZES.items(), ids=SIZES)
+def test_sizes_are_those_of_csrc(name, own):
+    """Kills a limit raised on one side: packets past a buffer's end, a kernel for sizes it was not built for."""
+    lines = [line for path in sorted(native.sources().rglob("*.cuh")) for line in path.read_text().splitlines()]
+    stated = [line for line in lines if re.match(r"\s*(inline )?constexpr (int|unsigned|uint32_t) ", line)]
+    found = [int(n) for line in stated for n in re.findall(rf"\b{name} = (\d+)\b", line)]
+    assert found == [own]
