@@ -194,12 +194,7 @@ def load(options, progress=None, announce=None):
     chunk, unit = _pieces(options, device, tp, has - need - cache_need)
 
     model, source, drafter, head = plan.build(device)
-    reports, total = [], need
-    for part in (source, head):
-        if part is not None:
-            before = need - total
-            reports.append(part.fill(progress and (lambda done, _, before=before: progress(before + done, need))))
-            total -= part.nbytes
+    reports = _fill([part for part in (source, head) if part is not None], progress)
     target, draft = plan.target, plan.draft
     parts = Parts(
         target=model,
@@ -226,6 +221,15 @@ def load(options, progress=None, announce=None):
         wiring.settle(parts, announce)
     parts.load_ms = (time.perf_counter() - began) * 1e3
     return parts
+
+
+def _fill(sources, progress):
+    """Read them one after the other, `progress` told of all together -> what each load did."""
+    reports, before, need = [], 0, sum(source.nbytes for source in sources)
+    for source in sources:
+        reports.append(source.fill(progress and (lambda done, _, before=before: progress(before + done, need))))
+        before += source.nbytes
+    return reports
 
 
 def _pieces(options, device, tp, spare):

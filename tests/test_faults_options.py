@@ -28,6 +28,16 @@ def test_memory_is_stated_before_a_weight_is_read(toys, monkeypatch):
     assert order[0].startswith("memory: needs ") and set(order[1:]) == {"read"}
 
 
+def test_progress_is_of_the_whole_pair(toys):
+    """Bytes of target and head together, up to all of them. Mutants: the head counted from zero; the target's bytes as
+    all there are."""
+    told = []
+    engine = Engine.load(toys.map(), toys.map_draft(), device="cpu", max_context=64, progress=lambda *n: told.append(n))
+    done, total = zip(*told, strict=True)
+    need = sum(report.nbytes for report in engine.parts.reports)
+    assert set(total) == {need} and done[-1] == need and list(done) == sorted(set(done))
+
+
 # ------------------------------------------------------------------ B15
 @pytest.mark.parametrize(
     "shape, words",
