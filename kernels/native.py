@@ -21,7 +21,7 @@ from . import head, linear, native_latent, native_packed, native_routing
 from .routing import Routing
 from .structs import filled, structure
 
-ABI = 13
+ABI = 14
 CAPABILITY = (9, 0)
 # columns of a projection, with a norm or without (project.cuh)
 COLUMNS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 2304, 2880, 4096)
@@ -49,7 +49,7 @@ Attention = structure(
     "Attention",
     p="projected q_gain k_gain cos_sin positions index pages prefix tree sinks keys values y sums stats arrivals",
     f="eps scale",
-    i="t heads groups turned columns table page window",
+    i="t heads groups turned columns table page window slots",
 )
 Vocabulary = structure("Vocabulary", p="x gamma weight logits keys tops sums", f="eps", i="rows vocabulary columns")
 Experts = structure(
@@ -213,7 +213,8 @@ class Library:
             projected=projected, q_gain=q_norm, k_gain=k_norm, cos_sin=cos_sin, positions=positions.contiguous(),
             index=index.contiguous(), pages=pages, prefix=prefix.contiguous(), tree=tree, sinks=sinks,
             keys=k_plane, values=v_plane, y=y, eps=eps, scale=scale * 1.4426950408889634, t=t, heads=heads, groups=g,
-            turned=turned, columns=pages.shape[1], table=pages.stride(0), page=page_size, window=window or 0, **merge,
+            turned=turned, columns=pages.shape[1], table=pages.stride(0), page=page_size, window=window or 0,
+            slots=k_plane.shape[0], **merge,
         )  # fmt: skip
         return y
 

@@ -31,6 +31,7 @@ LONG = (
     ((500,), 32, 4, 128, 128, 64, None),  # one cluster, then two where the table is long
     ((1023, 511), 8, 1, 128, 64, 48, None),
     ((2047,), 8, 8, 64, 64, 16, None),
+    ((1500,), 8, 2, 128, 128, 20, None),  # a page's rows are not multiples of 8: copied one by one
     ((4200, 90), 16, 4, 128, 128, 64, None),
     ((8190,), 32, 4, 128, 128, 64, None),
     ((5000, 900), 16, 2, 64, 64, 16, 1500),

@@ -5,19 +5,29 @@
 #pragma once
 
 #include "common.cuh"
+#include "dealing.cuh"
 
 namespace eagle3 {
 
-// Element of column `c` (a multiple of 8) of row `row` of keys: two neighbouring rows are read at a time.
+// Elements of keys and values in shared memory: of column `c` (a multiple of 8) of a row, and of piece i of the same row, from
+// that of its first. Of keys two neighbouring rows are read at a time, pieces of 32 columns; of values 8 rows, pieces of 16.
+template <int kWidth, bool kBoxed>
+struct Layout { // whole rows
+  static __device__ __forceinline__ int key(int row, int c) { return row * kWidth + (c ^ (row & 1) * 32); }
+  static __device__ __forceinline__ int value(int row, int c) { return row * kWidth + (c ^ (row & 7) * 8); }
+  static __device__ __forceinline__ int key_piece(int first, int i) { return first ^ i * 32; }
+  static __device__ __forceinline__ int value_piece(int first, int i) { return first ^ i * 16; }
+};
 template <int kWidth>
-__device__ __forceinline__ int key_at(int row, int c) {
-  return row * kWidth + (c ^ (row & 1) * 32);
-}
-// The same of values: 8 rows are read at a time.
-template <int kWidth>
-__device__ __forceinline__ int value_at(int row, int c) {
-  return row * kWidth + (c ^ (row & 7) * 8);
-}
+struct Layout<kWidth, true> { // as boxes.cuh's copies lay them: of every 8 rows a line of 64 columns each, then of 64 more
+  static __device__ __forceinline__ int line(int row, int half) {
+    return (row >> 3) * 8 * kWidth + half * 512 + ((row & 1) * 4 + (row >> 1 & 3)) * 64;
+  }
+  static __device__ __forceinline__ int key(int row, int c) { return line(row, c >> 6) + ((c & 63) ^ ((row & 1) * 4 + (row >> 1 & 3)) * 8); }
+  static __device__ __forceinline__ int value(int row, int c) { return key(row, c); }
+  static __device__ __forceinline__ int key_piece(int first, int i) { return (first ^ (i & 1) * 32) + (i >> 1) * 512; }
+  static __device__ __forceinline__ int value_piece(int first, int i) { return (first ^ (i & 3) * 16) + (i >> 2) * 512; }
+};
 // Element of column `c` of the sums of vector `v`: 8 vectors are written at a time.
 template <int kWidth>
 __device__ __forceinline__ int sum_at(int v, int c) {
@@ -96,11 +106,12 @@ __device__ __forceinline__ void turn(uint4 (&q)[kWidth / 32], const uint4 (&gain
 }
 
 // What a warp's positions gave 16 query vectors (rows of the pass times heads of the group). Lane (g, t) = (lane / 4, lane % 4) is
-// concerned with columns i * 32 + t * 8 … of vectors g and g + 8. The vectors themselves lie in shared memory, as the lanes need
+// concerned with columns i * 32 + t * 8 … of vectors g and g + 8. The vectors themselves lie in shared memory, as a product takes
 // them: with the sums beside them in registers there would be no room for keys.
-template <int kWidth>
+template <int kWidth, bool kBoxed>
 struct Fold {
-  static constexpr int kHalf = kWidth / 32 * 32; // pieces of vectors 0 to 7, and of 8 to 15
+  using Rows = Layout<kWidth, kBoxed>;
+  static constexpr int kQueries = 2 * kWidth; // pieces of 16 bytes of 16 vectors
   float4 out[kWidth / 8];
   float top[2], norm[2];
 
@@ -111,40 +122,68 @@ struct Fold {
     norm[0] = norm[1] = 0.f;
   }
 
-  // The warp's 16 positions of a tile, from `first`: key(i), value(i) are the rows of `memory` where position first + i lies. Piece
-  // i of a lane's vectors is queries[i * 32 + lane], of the second half kHalf further.
-  // Half h of the vectors (g and g + 8) sees positions in (after[h], upto[h]].
-  template <class Key, class Value>
-  __device__ __forceinline__ void slice(const uint4 *queries, const bf16 *memory, Key key, Value value, int first, const int (&after)[2],
-                                        const int (&upto)[2], float scale) {
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  // Keeps a lane's columns of vectors g (half 0) or g + 8 where `slice` finds them: of piece i the words x and y of both, then z and w.
+  static __device__ __forceinline__ void keep(uint4 *queries, const uint4 (&q)[kWidth / 32], int half) {
+    uint32_t *const to = reinterpret_cast<uint32_t *>(queries + (threadIdx.x & 31)) + half;
+#pragma unroll
+    for (int i = 0; i < kWidth / 32; i++) to[i * 256] = q[i].x, to[i * 256 + 2] = q[i].y, to[i * 256 + 128] = q[i].z, to[i * 256 + 130] = q[i].w;
+  }
+
+  // Elements of `memory`: where a lane reads first of keys, of positions lane / 4 and 8 more, and of values, of position lane mod 16.
+  struct Place {
+    int keys[2], values;
+  };
+  static __device__ __forceinline__ int key_column() { return (threadIdx.x & 3) * 8; }
+  static __device__ __forceinline__ int value_column() { return (threadIdx.x & 31) >> 4 << 3; }
+  // Of positions that lie in a row, from a row that is a multiple of 8.
+  static __device__ __forceinline__ Place place_at(int row0) {
+    const int lane = threadIdx.x & 31, first = row0 * kWidth + Rows::key(lane >> 2, key_column());
+    return {{first, first + 8 * kWidth}, (row0 + kTile) * kWidth + Rows::value(lane & 15, value_column())};
+  }
+  // row(i): of position i.
+  template <class Row>
+  static __device__ __forceinline__ Place place_of(Row row) {
+    const int lane = threadIdx.x & 31, g = lane >> 2;
+    return {{Rows::key(row(g), key_column()), Rows::key(row(8 + g), key_column())}, Rows::value(row(lane & 15) + kTile, value_column())};
+  }
+
+  // The warp's 16 positions of a tile, from `first`. Half h of the vectors (g and g + 8) sees positions in (after[h], upto[h]], or
+  // all of them where they are not masked.
+  __device__ __forceinline__ void slice(const uint4 *queries, const bf16 *memory, const Place &place, bool masked, int first,
+                                        const int (&after)[2], const int (&upto)[2], float scale) {
+    const int lane = threadIdx.x & 31, t = lane & 3;
     float4 s[2], even[2] = {}, odd[2] = {};
     float most[2] = {-INFINITY, -INFINITY};
-    int from[2];
-#pragma unroll
-    for (int n = 0; n < 2; n++) from[n] = key_at<kWidth>(key(n * 8 + g), t * 8);
-    const int v = value_at<kWidth>(value((lane >> 3 & 1) * 8 + (lane & 7)), (lane >> 4) * 8);
 #pragma unroll
     for (int i = 0; i < kWidth / 32; i++) { // four chains: one alone would wait for itself
-      const uint4 q0 = queries[i * 32 + lane], q1 = queries[kHalf + i * 32 + lane];
+      const uint4 q0 = queries[i * 64 + lane], q1 = queries[i * 64 + 32 + lane];
 #pragma unroll
       for (int n = 0; n < 2; n++) {
-        const uint4 k = *reinterpret_cast<const uint4 *>(memory + (from[n] ^ i * 32));
-        mma(even[n], q0.x, q1.x, q0.y, q1.y, k.x, k.y);
-        mma(odd[n], q0.z, q1.z, q0.w, q1.w, k.z, k.w);
+        const uint4 k = *reinterpret_cast<const uint4 *>(memory + Rows::key_piece(place.keys[n], i));
+        mma(even[n], q0.x, q0.y, q0.z, q0.w, k.x, k.y);
+        mma(odd[n], q1.x, q1.y, q1.z, q1.w, k.z, k.w);
       }
     }
+    constexpr int kEarly = kWidth / 16 / (kBoxed ? 2 : 1); // a loop of long tables has registers for so many
     uint32_t r[kWidth / 16][4]; // values are on their way while weights are made
 #pragma unroll
-    for (int i = 0; i < kWidth / 16; i++) load_transposed(r[i], memory + (v ^ i * 16));
+    for (int i = 0; i < kEarly; i++) load_transposed(r[i], memory + Rows::value_piece(place.values, i));
+#pragma unroll
+    for (int n = 0; n < 2; n++) { // products are rounded, masked or not
+      s[n] = add(even[n], odd[n]);
+      s[n] = make_float4(__fmul_rn(s[n].x, scale), __fmul_rn(s[n].y, scale), __fmul_rn(s[n].z, scale), __fmul_rn(s[n].w, scale));
+    }
+    if (masked)
+#pragma unroll
+      for (int n = 0; n < 2; n++) {
+        const int at = first + n * 8 + 2 * t;
+        s[n].x = at > after[0] && at <= upto[0] ? s[n].x : -INFINITY;
+        s[n].y = at + 1 > after[0] && at + 1 <= upto[0] ? s[n].y : -INFINITY;
+        s[n].z = at > after[1] && at <= upto[1] ? s[n].z : -INFINITY;
+        s[n].w = at + 1 > after[1] && at + 1 <= upto[1] ? s[n].w : -INFINITY;
+      }
 #pragma unroll
     for (int n = 0; n < 2; n++) {
-      s[n] = add(even[n], odd[n]);
-      const int at = first + n * 8 + 2 * t;
-      s[n].x = at > after[0] && at <= upto[0] ? s[n].x * scale : -INFINITY;
-      s[n].y = at + 1 > after[0] && at + 1 <= upto[0] ? s[n].y * scale : -INFINITY;
-      s[n].z = at > after[1] && at <= upto[1] ? s[n].z * scale : -INFINITY;
-      s[n].w = at + 1 > after[1] && at + 1 <= upto[1] ? s[n].w * scale : -INFINITY;
       most[0] = fmaxf(most[0], fmaxf(s[n].x, s[n].y));
       most[1] = fmaxf(most[1], fmaxf(s[n].z, s[n].w));
     }
@@ -177,6 +216,7 @@ struct Fold {
 #pragma unroll
     for (int i = 0; i < kWidth / 8; i++) {
       float4 &o = out[i];
+      if (i % 2 == 0 && i / 2 + kEarly < kWidth / 16) load_transposed(r[i / 2 + kEarly], memory + Rows::value_piece(place.values, i / 2 + kEarly));
       o.x *= keep[0], o.y *= keep[0], o.z *= keep[1], o.w *= keep[1];
       mma(o, weight[0][0], weight[0][1], weight[1][0], weight[1][1], r[i / 2][i % 2 * 2], r[i / 2][i % 2 * 2 + 1]);
     }

@@ -3,12 +3,10 @@
 #pragma once
 
 #include "common.cuh"
+#include "dealing.cuh"
 #include "fold.cuh"
 
 namespace eagle3 {
-
-constexpr int kTile = 64, kSlices = 4, kSlice = kTile / kSlices; // positions of a tile, warps that fold it, positions of each
-constexpr int kWarps = 2 * kSlices, kVectors = 16;               // of a part of a block: two sides; of a warp: rows times heads
 
 struct Attention {
   const bf16 *projected;    // [B * T, (heads + 2 * groups) * Dh]
@@ -28,7 +26,7 @@ struct Attention {
   float *stats;             // their maxima and norms [units, kClusters, vectors, 2];
   unsigned *arrivals;       // [units, vectors] zeros, and zeros again when it is done. Null where one cluster suffices
   float eps, scale;         // scale: of the softmax, times log2(e)
-  int t, heads, groups, turned, columns, table, page, window;
+  int t, heads, groups, turned, columns, table, page, window, slots;
 };
 
 // Head vectors that a warp norms and turns at a time: their loads are all in flight before the first is used.
@@ -118,7 +116,7 @@ struct NodeTurn {
 
 // Keys (normed, turned) and values of the rows of the pass, where their nodes lie in shared memory, and in the cache if this
 // block writes it. The last `threads` of the block do it together, half of them or all.
-template <int kWidth, int kHalf, int kBlock>
+template <int kWidth, bool kBoxed, int kHalf, int kBlock>
 __device__ __forceinline__ void keep_nodes(const Attention &p, Nodes<kBlock> &nodes, const NodeTurn<kWidth> &own, int threads, bf16 *memory,
                                            int node0, int64_t line0, int group, bool writes) {
   constexpr int kMany = kWidth / 32, kChunks = kWidth / 8;
@@ -152,7 +150,7 @@ __device__ __forceinline__ void keep_nodes(const Attention &p, Nodes<kBlock> &no
         for (int j = 0; j < kMany; j++) {
           if (slot >= 0) to[j * 32] = __float2bfloat16(key[0][j]);
           if (!(fabsf(key[0][j]) < INFINITY)) key[0][j] = 0.f, nodes.broken[node] = 1; // 0 * NaN is NaN: only who sees it may get it
-          memory[key_at<kWidth>(node0 + node, j * 32 + (lane & ~7)) + (lane & 7)] = __float2bfloat16(key[0][j]);
+          memory[Layout<kWidth, kBoxed>::key(node0 + node, j * 32 + (lane & ~7)) + (lane & 7)] = __float2bfloat16(key[0][j]);
         }
       }
 #pragma unroll
@@ -170,7 +168,7 @@ __device__ __forceinline__ void keep_nodes(const Attention &p, Nodes<kBlock> &no
 #pragma unroll
     for (int j = 0; j < 4; j++)
       if (!(fabsf(low(word[j])) < INFINITY) || !(fabsf(high(word[j])) < INFINITY)) word[j] = 0, nodes.broken[node] = 1;
-    *reinterpret_cast<uint4 *>(memory + value_at<kWidth>(node0 + kTile + node, c)) = v;
+    *reinterpret_cast<uint4 *>(memory + Layout<kWidth, kBoxed>::value(node0 + kTile + node, c)) = v;
   }
 }
 

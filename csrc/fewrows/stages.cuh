@@ -1,0 +1,36 @@
+// Shared memory of attention.cuh.
+#pragma once
+
+#include "common.cuh"
+#include "dealing.cuh"
+
+namespace eagle3 {
+
+// Where things lie in shared memory: stages, one or three a side, in long tables the last one of nodes where there are any;
+// partials over them, when they have been read, and the inbox behind those. In short tables others may send before this block has
+// read its tiles: there the inbox lies behind the stages too, and the partials of a side lie where its own tile did. Queries lie
+// behind everything.
+template <int kWidth, int kMost, int kUsed>
+struct Stages {
+  static constexpr int kReceived = (kMost * kVectors + kUsed - 1) / kUsed * kUsed; // partials, at most: of a rank's vectors, one of each rank
+  static constexpr int kDepth = kMost == 1 ? 1 : 3, kStage = 2 * kTile * kWidth; // elements of a stage
+  static constexpr int kResult = kMost * kWarps * kVectors * kWidth, kStats = 2 * kMost * kWarps * kVectors; // floats
+  static constexpr int kInbox = kResult + kStats, kEnd = kInbox + kReceived * (kWidth + 2);
+  static constexpr size_t kOfStages = 2 * kDepth * kStage * sizeof(bf16), kQueries = kMost == 1 ? kEnd * sizeof(float) : kOfStages; // bytes
+  static constexpr size_t kBytes = kQueries + 2 * kMost * kVectors * kWidth * sizeof(bf16); // queries of each side
+  static_assert(kEnd * sizeof(float) <= kQueries && (kMost > 1 || kResult * sizeof(float) == kOfStages) && kQueries % 16 == 0, "all fits");
+};
+
+// Copies of boxes lay rows at places that follow from addresses, repeated every 1,024 bytes.
+template <bool kOne>
+__device__ __forceinline__ uint4 *stages_memory() {
+  if constexpr (kOne) {
+    extern __shared__ uint4 attention_memory[];
+    return attention_memory;
+  } else {
+    extern __shared__ __align__(1024) uint4 boxed_memory[];
+    return boxed_memory;
+  }
+}
+
+} // namespace eagle3
