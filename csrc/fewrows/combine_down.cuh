@@ -7,12 +7,16 @@
 
 namespace eagle3 {
 
-// What a block has on its way or at hand: an expert's 16 weight rows a slot.
+// What a block has on its way or at hand: an expert's 16 weight rows a slot, in two copies of 8. Lanes of even g multiply rows of the
+// first one, those of odd g rows of the second, which begins on the other banks.
 template <int kThreads, int kPieces>
 struct DownRing {
   static constexpr int kWidth = kThreads * kPieces, kRowBytes = kWidth * 2; // columns: of a warp kPieces times 32
-  static constexpr int kPitch = kRowBytes + (kRowBytes % 128 ? 0 : 64);     // two neighbouring rows lie on different banks
-  static constexpr int kSlotBytes = kOutputs * kPitch;
+  static constexpr int kHalf = kOutputs / 2, kHalfBytes = kHalf * kRowBytes;
+  static constexpr int kSlotBytes = 2 * kHalfBytes + 64;
+  static_assert(kHalfBytes % 128 == 0, "so 64 bytes more are the other banks");
+  // Which of the block's outputs a lane's upper and lower row of an mma's A is.
+  static __device__ __forceinline__ int output(int g, bool lower) { return (g & 1) * kHalf + (g >> 1) + (lower ? kHalf / 2 : 0); }
   static constexpr int kFit = 104 * 1024 / kSlotBytes, kSlots = kFit > 8 ? 8 : kFit; // of the carve-out's 132 KB
   static_assert(kSlots > 1, "one is multiplied while another comes");
   static constexpr int kBytes = kSlots * kSlotBytes;
@@ -24,9 +28,8 @@ __global__ void __launch_bounds__(kThreads + 32, 1) combine_down(Experts p) {
   // rows of so many experts are on their way
   constexpr int kDepth = kPieces < 4 ? 4 / kPieces : 1, kOwn = (kGroups * 128 + kThreads - 1) / kThreads;
   constexpr int kChosen = Block<kGroups>::kChosen, kHeld = Block<kGroups>::kHeld;
-  extern __shared__ uint4 down_memory[]; // [kSlots][kOutputs][kPitch] bytes
+  extern __shared__ uint4 down_memory[]; // [kSlots][kSlotBytes]
   __shared__ Ring<Slots::kSlots> ring;
-  __shared__ float red[kGroups][4 * kThreads];
   __shared__ float share[kChosen * kHeld]; // of expert u in row r at u * kHeld + r; -1: the row did not choose it
   __shared__ int list[kChosen];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -45,9 +48,9 @@ __global__ void __launch_bounds__(kThreads + 32, 1) combine_down(Experts p) {
     __syncwarp();
     auto ask = [&](int u) {
       ring.begin(u, kOutputs * Slots::kRowBytes);
-      const bf16 *from = p.down + (static_cast<size_t>(list[u]) * p.columns + blockIdx.x * kOutputs + lane) * Slots::kWidth;
-      char *to = reinterpret_cast<char *>(down_memory) + u % Slots::kSlots * Slots::kSlotBytes + lane * Slots::kPitch;
-      if (lane < kOutputs) copy_bulk(to, from, Slots::kRowBytes, ring.full + u % Slots::kSlots);
+      const bf16 *from = p.down + (static_cast<size_t>(list[u]) * p.columns + blockIdx.x * kOutputs + lane * Slots::kHalf) * Slots::kWidth;
+      char *to = reinterpret_cast<char *>(down_memory) + u % Slots::kSlots * Slots::kSlotBytes + lane * (Slots::kHalfBytes + 64);
+      if (lane < 2) copy_bulk(to, from, Slots::kHalfBytes, ring.full + u % Slots::kSlots); // two: lanes ask one after another
     };
 #pragma unroll 1
     for (int u = 0; u < chosen; u++) ask(u);
@@ -61,33 +64,38 @@ __global__ void __launch_bounds__(kThreads + 32, 1) combine_down(Experts p) {
 #pragma unroll
   for (int k = 0; k < kShares; k++) own_share[k] = threadIdx.x + k * kThreads < kChosen * kHeld ? load_float(shares + threadIdx.x + k * kThreads) : 0.f;
   __syncthreads(); // the ring's barriers are made
-#pragma unroll
-  for (int k = 0; k < kShares; k++)
-    if (threadIdx.x + k * kThreads < kChosen * kHeld) share[threadIdx.x + k * kThreads] = own_share[k];
   uint4 b[kDepth][kGroups][kPieces];
-  auto rows = [&](int d, int u) { // a row that did not choose the expert is zeros
+  // this lane's row of the first group, of expert 0
+  const bf16 *hidden = p.hidden + (static_cast<size_t>(blockIdx.y) * kChosen * kHeld + g) * Slots::kWidth + column;
+  asm volatile("" : "+l"(hidden)); // before the wait
+  auto rows = [&](int d, int u, bool (&live)[kGroups]) { // zeros where it is not
 #pragma unroll
-    for (int group = 0; group < kGroups; group++) {
-      const int row = group * kRows + g;
-      const bf16 *from = p.hidden + ((static_cast<size_t>(blockIdx.y) * kChosen + u) * kHeld + row) * Slots::kWidth + column;
-      load_group(b[d][group], from, share[u * kHeld + row] >= 0.f);
-    }
+    for (int group = 0; group < kGroups; group++)
+      load_group(b[d][group], hidden + static_cast<size_t>(u * kHeld + group * kRows) * Slots::kWidth, live[group]);
   };
-  meet_at(1, kThreads);
+  bool live[kGroups];
+#pragma unroll
+  for (int group = 0; group < kGroups; group++) live[group] = group * kRows + g < block.live;
   wait_for_predecessor();
   launch_dependents();
-  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) ++*p.launch; // the kernel that reads it is done
+  // before the shares have come, and so of rows that did not choose the expert too: what those multiply nobody adds
 #pragma unroll
-  for (int d = 0; d < kDepth; d++)
-    if (d < chosen) rows(d, d);
-  float before[kOwn]; // the residual of the outputs that this thread will write
+  for (int d = 0; d < kDepth; d++) rows(d, d, live);
+  __syncwarp(); // so that ptxas leaves the shares, which it would wait for, behind them
+  uint32_t before[kOwn]; // the residual of the outputs that this thread will write
 #pragma unroll
   for (int k = 0; k < kOwn; k++) {
     const int own = threadIdx.x + k * kThreads, which = own >> 5 & 3, row = (own >> 7) * kRows + 2 * (own & 3) + (which & 1);
-    const int o = blockIdx.x * kOutputs + (own >> 2 & 7) + (which & 2 ? 8 : 0);
+    const int o = blockIdx.x * kOutputs + Slots::output(own >> 2 & 7, which & 2);
     before[k] = own < kGroups * 128 && row < block.live && p.residual
-                    ? load_bf16(p.residual + static_cast<size_t>(block.first + row) * p.columns + o) : 0.f;
+                    ? load_half(p.residual + static_cast<size_t>(block.first + row) * p.columns + o) : 0;
   }
+  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) atomicAdd(p.launch, 1u); // the kernel that reads it is done
+#pragma unroll
+  for (int k = 0; k < kShares; k++)
+    if (threadIdx.x + k * kThreads < kChosen * kHeld) share[threadIdx.x + k * kThreads] = own_share[k];
+  meet_at(1, kThreads);
+  const uint4 *const weights = down_memory + ((g & 1) * (Slots::kHalfBytes + 64) + (g >> 1) * Slots::kRowBytes) / 16 + column / 8;
   float4 total[kGroups];
 #pragma unroll
   for (int group = 0; group < kGroups; group++) total[group] = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -98,19 +106,23 @@ __global__ void __launch_bounds__(kThreads + 32, 1) combine_down(Experts p) {
       const int u = first + d;
       if (u >= chosen) continue;
       ring.await_full(u);
-      const uint4 *top = down_memory + (u % Slots::kSlots * Slots::kSlotBytes + g * Slots::kPitch) / 16 + column / 8;
+      const uint4 *top = weights + u % Slots::kSlots * Slots::kSlotBytes / 16;
       float4 c[kGroups];
 #pragma unroll
       for (int group = 0; group < kGroups; group++) c[group] = make_float4(0.f, 0.f, 0.f, 0.f);
       uint4 upper[kPieces], lower[kPieces];
 #pragma unroll
-      for (int i = 0; i < kPieces; i++) upper[i] = top[i * 4], lower[i] = top[i * 4 + 8 * Slots::kPitch / 16];
+      for (int i = 0; i < kPieces; i++) upper[i] = top[i * 4], lower[i] = top[i * 4 + Slots::kHalfBytes / 32];
       ring.leave(u); // before the products: who asks waits for the slowest warp
 #pragma unroll
       for (int i = 0; i < kPieces; i++)
 #pragma unroll
         for (int group = 0; group < kGroups; group++) mma_piece(c[group], upper[i], lower[i], b[d][group][i]);
-      if (u + kDepth < chosen) rows(d, u + kDepth);
+      if (u + kDepth < chosen) {
+#pragma unroll
+        for (int group = 0; group < kGroups; group++) live[group] = share[(u + kDepth) * kHeld + group * kRows + g] >= 0.f;
+        rows(d, u + kDepth, live);
+      }
 #pragma unroll
       for (int group = 0; group < kGroups; group++) {
         const float *own = share + u * kHeld + group * kRows + 2 * t;
@@ -119,15 +131,20 @@ __global__ void __launch_bounds__(kThreads + 32, 1) combine_down(Experts p) {
         if (w1 >= 0.f) total[group].y = fmaf(w1, c[group].y, total[group].y), total[group].w = fmaf(w1, c[group].w, total[group].w);
       }
     }
+  static_assert(kGroups * 4 * kThreads * 4 <= Slots::kBytes, "partial sums take the weights' place");
+  float *const red = reinterpret_cast<float *>(down_memory);
+  meet_at(1, kThreads); // all weights are read
 #pragma unroll
-  for (int group = 0; group < kGroups; group++) store_partial<kThreads>(red[group], total[group]);
+  for (int group = 0; group < kGroups; group++) store_partial<kThreads>(red + group * 4 * kThreads, total[group]);
   __syncthreads();
 #pragma unroll
   for (int k = 0; k < kOwn; k++) {
+    asm volatile("" : "+r"(before[k])); // made a number here: earlier, who loaded it would wait for it
     const int own = threadIdx.x + k * kThreads, which = own >> 5 & 3, group = own >> 7, row = group * kRows + 2 * (own & 3) + (which & 1);
-    const int o = blockIdx.x * kOutputs + (own >> 2 & 7) + (which & 2 ? 8 : 0);
+    const int o = blockIdx.x * kOutputs + Slots::output(own >> 2 & 7, which & 2);
     if (group >= kGroups || row >= block.live) continue;
-    p.y[static_cast<size_t>(block.first + row) * p.columns + o] = __float2bfloat16(sum_partials<kThreads>(red[group], which, own & 31) + before[k]);
+    const float sum = sum_partials<kThreads>(red + group * 4 * kThreads, which, own & 31);
+    p.y[static_cast<size_t>(block.first + row) * p.columns + o] = __float2bfloat16(sum + low(before[k]));
   }
 }
 

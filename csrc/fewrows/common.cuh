@@ -61,11 +61,13 @@ __device__ __forceinline__ int load_int(const int *p) {
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
   return r;
 }
-__device__ __forceinline__ float load_bf16(const bf16 *p) {
-  uint16_t r;
-  asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(r) : "l"(p) : "memory");
-  return __uint_as_float(static_cast<uint32_t>(r) << 16);
+// As it is stored: who needs it late turns it into a number late, and nothing waits for it before.
+__device__ __forceinline__ uint32_t load_half(const bf16 *p) {
+  uint32_t r;
+  asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
+  return r;
 }
+__device__ __forceinline__ float load_bf16(const bf16 *p) { return __uint_as_float(load_half(p) << 16); }
 __device__ __forceinline__ int64_t load_long(const int64_t *p) {
   int64_t r;
   asm volatile("ld.relaxed.gpu.global.s64 %0, [%1];" : "=l"(r) : "l"(p) : "memory");
@@ -361,7 +363,7 @@ struct Operand {
 #pragma unroll
       for (int i = 0; i < kPieces; i++) set_first(i, more[i * 4]);
     }
-    if (kGroups == 1 && lane >> 2 >= rows - begin) more = shared + (more - shared) % kPitch; // the first row's
+    if (kGroups == 1 && lane >> 2 >= rows - begin) more -= (lane >> 2) * kPitch; // the first row's
   }
   // The same of a single group in two steps, between which a thread may ask for more: its answers come behind these.
   struct Asked {

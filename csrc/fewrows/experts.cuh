@@ -113,7 +113,6 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
   __shared__ float factors[Block<kGroups>::kHeld];
   __shared__ Choice<kGroups, kMany> choice;
   __shared__ Dealt::Steps steps;
-  float *weight = reinterpret_cast<float *>(operand_memory + Rows::bytes(p.rows) / 16);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int column = warp * kPieces * kPiece + t * 8;
   const Block<kGroups> block(p);
@@ -121,7 +120,7 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
   const auto gain = Rows::gain(p.gamma);
   uint4 w[kPieces];
   if (routes) fetch_router(p, w, column);
-  choice.clear(p, weight);
+  choice.clear();
   Dealt at(p.width / 8, steps); // read after the choice's barriers
   Rows b(operand_memory);
   wait_for_predecessor();
@@ -129,13 +128,14 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
   b.stage(p.x, p.columns, block.first, p.rows, gain, squares);
   if (routes)
     route_block(p, block, w, b, squares, red[0], [&](int row, int e, float v) { store_packet(p.packets + row * kExperts + e, v, tag); });
-  const int chosen = choice.make(p, block, weight, [&](int row, float (&value)[kMany]) {
+  const bool publishes = blockIdx.x == gridDim.x - 1; // who has no more tiles than others
+  const int chosen = choice.make(p, block, publishes, [&](int row, float (&value)[kMany]) {
     if (kRoute)
       await_logits<kMany>(p, row, tag, value);
     else
       load_logits<kMany>(p, block.first + row, value);
   });
-  if (blockIdx.x == gridDim.x - 1) choice.publish(p, weight, chosen); // who has no more tiles than others
+  if (publishes) choice.publish(p, chosen);
   launch_dependents(); // the next kernel reads the choice before it waits
   // columns as the compiler knows them: a spilled register would be read behind all weights under way, tile after tile
   const size_t below = static_cast<size_t>(p.width) * Rows::kColumns;
@@ -158,6 +158,7 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
     float4 c[kGroups];
     multiply<1>(tile, b, c, [&](int, int i) {
       if (more) tile.fetch(i, from, from + below);
+      __syncwarp(); // ptxas asks no later
     });
 #pragma unroll
     for (int group = 0; group < kGroups; group++) red[turn & 1][group][threadIdx.x] = c[group];
@@ -168,8 +169,8 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
     const int row = group * kRows + 2 * t, e = choice.listed(expert);
     const float even = factors[row], odd = factors[row + 1];
     bf16 *to = p.hidden + ((static_cast<size_t>(blockIdx.y) * Block<kGroups>::kChosen + expert) * Block<kGroups>::kHeld + row) * p.width + first + g;
-    if (weight[row * p.experts + e] >= 0.f) to[0] = __float2bfloat16(silu(v.x * even) * (v.z * even));
-    if (weight[(row + 1) * p.experts + e] >= 0.f) to[p.width] = __float2bfloat16(silu(v.y * odd) * (v.w * odd));
+    if (choice.took(row, e)) to[0] = __float2bfloat16(silu(v.x * even) * (v.z * even));
+    if (choice.took(row + 1, e)) to[p.width] = __float2bfloat16(silu(v.y * odd) * (v.w * odd));
   }
 }
 
@@ -177,11 +178,11 @@ template <int kPieces, int kGroups, int kMany>
 inline cudaError_t launch_gate_up(const Experts &p, int multiprocessors, cudaStream_t stream) {
   constexpr int kHeld = Block<kGroups>::kHeld;
   const int blocks = 2 * multiprocessors, held = (p.rows + kHeld - 1) / kHeld;
-  const size_t rows = BlockRows<kPieces, kGroups>::bytes(p.rows), shared = rows + static_cast<size_t>(kHeld) * p.experts * 4;
-  if (held == 1) return launch(gate_up<kPieces, kGroups, true, kMany>, dim3(blocks), 256, shared, stream, 1, p);
+  const size_t rows = BlockRows<kPieces, kGroups>::bytes(p.rows);
+  if (held == 1) return launch(gate_up<kPieces, kGroups, true, kMany>, dim3(blocks), 256, rows, stream, 1, p);
   const cudaError_t e = launch(router<kPieces, kGroups>, dim3(router_tiles(p), held), 256, rows, stream, 1, p);
   if (e != cudaSuccess) return e;
-  return launch(gate_up<kPieces, kGroups, false, kMany>, dim3(blocks, held), 256, shared, stream, 1, p);
+  return launch(gate_up<kPieces, kGroups, false, kMany>, dim3(blocks, held), 256, rows, stream, 1, p);
 }
 
 template <int kGroups, int kMany>

@@ -47,17 +47,20 @@ template <int kMany>
 __device__ __forceinline__ void await_logits(const Experts &p, int row, unsigned tag, float (&value)[kMany]) {
   const int first = (static_cast<int>(threadIdx.x) & 31) * kMany;
   const uint64_t *from = p.packets + row * kExperts + first;
+  Packets v[kMany / 2];
   bool here;
-  do {
+  do { // all of them on their way before the first one is looked at; those of no expert are memory too
+#pragma unroll
+    for (int j = 0; j < kMany / 2; j++) v[j] = load_packets(from + 2 * j);
     here = true;
 #pragma unroll
-    for (int j = 0; j < kMany; j += 2) {
-      if (first + j >= p.experts) continue;
-      const Packets v = load_packets(from + j);
-      here &= carries(v.a, tag) && (first + j + 1 >= p.experts || carries(v.b, tag));
-      value[j] = value_of(v.a), value[j + 1] = value_of(v.b);
+    for (int j = 0; j < kMany / 2; j++) {
+      here &= first + 2 * j >= p.experts || carries(v[j].a, tag);
+      here &= first + 2 * j + 1 >= p.experts || carries(v[j].b, tag);
     }
   } while (!__all_sync(kAll, here));
+#pragma unroll
+  for (int j = 0; j < kMany / 2; j++) value[2 * j] = value_of(v[j].a), value[2 * j + 1] = value_of(v[j].b);
 }
 
 // A row's keys in a warp, a lane's kMany neighbours each.
@@ -78,11 +81,19 @@ struct Keys {
   }
 };
 
+// How many bits are set below bit e.
+__device__ __forceinline__ int count_below(const unsigned *bits, int e) {
+  int count = __popc(bits[e / 32] & ((1u << (e & 31)) - 1u));
+  for (int word = 0; word < e / 32; word++) count += __popc(bits[word]);
+  return count;
+}
+
 // The choice of one row by one warp, 32 * kMany experts at most; value: logits of a lane's kMany neighbours. The best `choices`
-// of them, lower ids first among equals, weights by softmax. Writes weight[e] for chosen experts, the others keep what they hold
-// (-1), and sets their bits. All that counts here is latency: nothing but a comparison lies between two reductions.
+// of them, lower ids first among equals; sets their bits in the row's and in all rows'. weight: null where nobody needs it, else
+// those of the chosen experts in ascending order, by softmax. All that counts here is latency: nothing but a comparison lies
+// between two reductions.
 template <int kMany>
-__device__ __forceinline__ void choose(const Experts &p, const float (&value)[kMany], float *weight, unsigned *bits) {
+__device__ __forceinline__ void choose(const Experts &p, const float (&value)[kMany], float *weight, unsigned *row, unsigned *all) {
   static_assert(32 % kMany == 0, "a lane's neighbours have their bits in one word");
   const int lane = threadIdx.x & 31;
   Keys<kMany> key;
@@ -105,6 +116,8 @@ __device__ __forceinline__ void choose(const Experts &p, const float (&value)[kM
 #pragma unroll
     for (int j = 0; j < kMany; j++) own |= static_cast<unsigned>(key.of[j] > least || (key.of[j] == least && left-- > 0)) << j;
   }
+  if (own) atomicOr(all + lane * kMany / 32, own << (lane * kMany & 31)), atomicOr(row + lane * kMany / 32, own << (lane * kMany & 31));
+  if (!weight) return;
   float share[kMany], sum = 0.f;
 #pragma unroll
   for (int j = 0; j < kMany; j++) {
@@ -112,34 +125,37 @@ __device__ __forceinline__ void choose(const Experts &p, const float (&value)[kM
     if (!p.renormalise || (own >> j & 1u)) sum += share[j];
   }
   sum = __fdividef(1.f, warp_sum(sum));
+  __syncwarp(); // the row's bits are set
+  int place = count_below(row, lane * kMany);
 #pragma unroll
   for (int j = 0; j < kMany; j++)
-    if (own >> j & 1u) weight[lane * kMany + j] = share[j] * sum;
-  if (own) atomicOr(bits + lane * kMany / 32, own << (lane * kMany & 31));
+    if (own >> j & 1u) weight[place++] = share[j] * sum;
 }
 
 // What a block's rows chose.
 template <int kGroups, int kMany>
 struct Choice {
   static constexpr int kChosen = Block<kGroups>::kChosen, kHeld = Block<kGroups>::kHeld, kWarps = 8;
-  unsigned bits[kMany];           // experts, a bit each
-  uint16_t list[kWarps][kChosen]; // the same, ascending; each warp writes its own and waits for no other
+  unsigned bits[kMany], chose[kHeld * kMany]; // experts, a bit each: all rows', each row's
+  uint16_t list[kWarps][kChosen];             // all rows', ascending; each warp writes its own and waits for no other
+  float weight[kHeld][kChoices];              // of a row's, ascending: where the choice is published
   __device__ __forceinline__ int listed(int u) const { return list[threadIdx.x >> 5][u]; }
+  __device__ __forceinline__ bool took(int row, int e) const { return chose[row * kMany + e / 32] >> (e & 31) & 1u; }
 
-  // Nothing is chosen yet: what may be done before the logits are there. weight: [rows][experts], -1: not chosen.
-  __device__ __forceinline__ void clear(const Experts &p, float *weight) {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < kHeld * p.experts; i += blockDim.x) weight[i] = -1.f;
+  // Nothing is chosen yet: what may be done before the logits are there.
+  __device__ __forceinline__ void clear() {
+    static_assert(kHeld * kMany <= kWarps * 32, "a word a thread");
     if (threadIdx.x < kMany) bits[threadIdx.x] = 0;
+    if (threadIdx.x < kHeld * kMany) chose[threadIdx.x] = 0;
   }
   // Returns how many experts. All threads call it, after a barrier that follows `clear`; load(row of the block, value): logits.
   template <class Load>
-  __device__ __forceinline__ int make(const Experts &p, const Block<kGroups> &block, float *weight, Load load) {
+  __device__ __forceinline__ int make(const Experts &p, const Block<kGroups> &block, bool publishes, Load load) {
 #pragma unroll 1
     for (int r = threadIdx.x >> 5; r < block.live; r += kWarps) {
       float value[kMany] = {};
       load(r, value);
-      choose<kMany>(p, value, weight + r * p.experts, bits);
+      choose<kMany>(p, value, publishes ? weight[r] : nullptr, chose + r * kMany, bits);
     }
     __syncthreads();
     const int first = (threadIdx.x & 31) * kMany; // of a lane's neighbours
@@ -157,12 +173,15 @@ struct Choice {
     return count;
   }
   // By one block, for the next kernel, which may begin when all blocks let it: until then it is where all can read it.
-  __device__ __forceinline__ void publish(const Experts &p, const float *weight, int count) const {
+  __device__ __forceinline__ void publish(const Experts &p, int count) const {
     int *const to = p.chosen + static_cast<size_t>(blockIdx.y) * (1 + kChosen);
     float *const shares = p.shares + static_cast<size_t>(blockIdx.y) * kChosen * kHeld;
     if (threadIdx.x == 0) to[0] = count;
     for (int u = threadIdx.x; u < count; u += blockDim.x) to[1 + u] = listed(u);
-    for (int i = threadIdx.x; i < count * kHeld; i += blockDim.x) shares[i] = weight[i % kHeld * p.experts + listed(i / kHeld)];
+    for (int i = threadIdx.x; i < count * kHeld; i += blockDim.x) {
+      const int row = i % kHeld, e = listed(i / kHeld);
+      shares[i] = took(row, e) ? weight[row][count_below(chose + row * kMany, e)] : -1.f;
+    }
     __threadfence();
     __syncthreads();
   }
