@@ -20,6 +20,7 @@ __device__ __forceinline__ void merge_clusters(const Attention &p, const Columns
   const int lane = threadIdx.x & 31, column = lane * (kWidth / 32), c = lane % 4, head = v.group * (p.heads / p.groups) + v.head;
   const bool several = !kOne && clusters != 1u << own, has = clusters >> c & 1; // kClusters is at most 4
   const size_t unit = (static_cast<size_t>(v.b) * gridDim.y + blockIdx.y) * p.groups + v.group, first = unit * kClusters * v.held + v.at;
+  Sum parts[kClusters];
   const float sink = p.sinks ? __bfloat162float(p.sinks[head]) * 1.4426950408889634f : -INFINITY;
   if (several) {
     const size_t to = first + static_cast<size_t>(own) * v.held;
@@ -34,12 +35,15 @@ __device__ __forceinline__ void merge_clusters(const Attention &p, const Columns
     }
     if (!__any_sync(kAll, last)) return;
     __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kClusters; i++) // beside maxima and norms
+      if (clusters >> i & 1) parts[i] = Sum::read(p.sums + (first + static_cast<size_t>(i) * v.held) * kWidth + column);
     const float *const from = p.stats + (first + static_cast<size_t>(c) * v.held) * 2;
     if (has) top = load_float(from), norm = load_float(from + 1);
   }
   if (!has) top = -INFINITY, norm = 0.f;
   const Sum all = merge_partials<kWidth, 4>(top, norm, clusters, sink, [&](int c) {
-    return several ? Sum::read(p.sums + (first + static_cast<size_t>(c) * v.held) * kWidth + column) : y;
+    return several && c < kClusters ? parts[c] : y;
   });
   bf16 *const to = p.y + ((static_cast<int64_t>(v.b) * p.t + v.row) * p.heads + head) * kWidth + column;
   const float by = 1.f / norm;
