@@ -158,7 +158,6 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
     float4 c[kGroups];
     multiply<1>(tile, b, c, [&](int, int i) {
       if (more) tile.fetch(i, from, from + below);
-      __syncwarp(); // ptxas asks no later
     });
 #pragma unroll
     for (int group = 0; group < kGroups; group++) red[turn & 1][group][threadIdx.x] = c[group];
