@@ -3,7 +3,7 @@
 #pragma once
 
 #include "packed_down.cuh"
-#include "packed_gate_up.cuh"
+#include "packed_tiles.cuh"
 
 namespace eagle3 {
 
@@ -19,9 +19,7 @@ struct Fp4Format {
   using Factor = __nv_bfloat162;
   template <int kWarps, int kHalves>
   using Beside = NothingBeside<kWarps, kHalves>;
-  template <int kColumns, int kWarps, int kSpans>
-  using Rows = PlainRows<Fp4Format, kColumns, kWarps, kSpans>;
-  static constexpr bool kWoven = true, kBias = true;
+  static constexpr bool kBias = true;
   static constexpr uint32_t kMost = 128; // stored
 
   static __device__ __forceinline__ Factor twice(uint32_t exponent) {
@@ -52,15 +50,11 @@ struct Fp4Format {
   static __device__ __forceinline__ int natural(int place) { return place; }
   static __device__ __forceinline__ float activation(float gate, float up) { return clamped_swiglu(gate, up); }
 
-  struct Bias { // of a gate and its up
-    uint32_t both;
-    template <class P>
-    __device__ __forceinline__ void fetch(const P &p, int expert, int unit) {
-      both = __ldg(reinterpret_cast<const uint32_t *>(p.gate_up_bias) + static_cast<size_t>(expert) * p.width + unit);
-    }
-    __device__ __forceinline__ float gate() const { return low(both); }
-    __device__ __forceinline__ float up() const { return high(both); }
-  };
+  // Of a gate, and of its up beside it.
+  template <class P>
+  static __device__ __forceinline__ const int *bias(const P &p, int expert, int unit) {
+    return reinterpret_cast<const int *>(p.gate_up_bias) + static_cast<size_t>(expert) * p.width + unit;
+  }
 };
 
 struct Fp4Experts {
@@ -92,9 +86,9 @@ inline cudaError_t fp4_experts(const Fp4Experts &p, int blocks, cudaStream_t str
   if (!packed_serves(p)) return cudaErrorInvalidValue;
   cudaError_t e = cudaErrorInvalidValue;
   switch (p.columns) {
-  case 256: e = launch_packed_gate_up<256, 2, 2, 2, false>(p, Router{}, blocks, stream); break;
-  case 320: e = launch_packed_gate_up<320, 2, 2, 2, false>(p, Router{}, blocks, stream); break;
-  case 2880: e = launch_packed_gate_up<2880, 8, 3, 2, false>(p, Router{}, blocks, stream); break;
+  case 256: e = launch_packed_tiles<256, 2, 1, 4>(p, blocks, stream); break;
+  case 320: e = launch_packed_tiles<320, 2, 2, 4>(p, blocks, stream); break;
+  case 2880: e = launch_packed_tiles<2880, 12, 2, 4>(p, blocks, stream); break;
   default: break;
   }
   if (e != cudaSuccess) return e;

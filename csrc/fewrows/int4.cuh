@@ -20,7 +20,7 @@ struct Int4Format {
   using Beside = SharedDown<kWarps, kHalves>;
   template <int kColumns, int kWarps, int kSpans>
   using Rows = GainedRows<Int4Format, kColumns, kWarps, kSpans>;
-  static constexpr bool kWoven = false, kBias = false;
+  static constexpr bool kBias = false;
   static constexpr int kCandidates = 12;
 
   // The lowest 8 bits of a bf16 alone are their number times 2^-133 (the last of them is the exponent's 1, where the numbers go on
@@ -64,13 +64,6 @@ struct Int4Format {
   static __device__ __forceinline__ int place(int i) { return i < 4 ? 2 * i : 2 * i - 7; }
   static __device__ __forceinline__ int natural(int place) { return place / 2 + place % 2 * 4; }
   static __device__ __forceinline__ float activation(float gate, float up) { return silu(gate) * up; }
-
-  struct Bias { // none
-    template <class P>
-    __device__ __forceinline__ void fetch(const P &, int, int) {}
-    __device__ __forceinline__ float gate() const { return 0.f; }
-    __device__ __forceinline__ float up() const { return 0.f; }
-  };
 };
 
 constexpr int kInt4Warps = 8; // of a block of down

@@ -11,8 +11,8 @@
 //   them is large(stored);
 //   operand(natural): eight columns in the order of decode, straight(operand): back again, place(i): where one of eight lies in that
 //   order; kCandidates: 32 times as many experts a router inside gate and up has at most;
-//   kWoven: gate and up rows lie in turn; Bias: of a gate and its up; kBias: down has biases; Beside: a shared expert's part of
-//   down, SharedDown or NothingBeside; activation(gate, up).
+//   bias(p, expert, unit): where those of a gate and its up are, if there are any; kBias: down has biases; Beside: a shared expert's
+//   part of down, SharedDown or NothingBeside; activation(gate, up).
 #pragma once
 
 #include "choice.cuh"
@@ -22,6 +22,12 @@ namespace eagle3 {
 constexpr int kGroup = 32, kSpan = 128; // columns that share a scale; that a quad of lanes reads at once
 constexpr int kUnitSpans = 2;           // of a unit, in which the width of an expert is divided
 constexpr int kUnit = kUnitSpans * kSpan;
+
+// A number that is not found anew where it is needed.
+__device__ __forceinline__ int held(int v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
 
 // Where column i of a row of `hidden` lies: lane t of a span finds its group's eights 4 chunks apart, each in F's order.
 template <class F>

@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_gate_up(P p, Ro
   const unsigned each = p.width / 8; // divided before any wait
   const TileWalk::Steps steps = {static_cast<int>(blockIdx.x / each), static_cast<int>(blockIdx.x % each), static_cast<int>(each),
                                  static_cast<int>(gridDim.x / each), static_cast<int>(gridDim.x % each)};
-  if (Rows::kTight && threadIdx.x == 0)
+  if (threadIdx.x == 0)
     held.u = steps.u, held.tile = steps.tile, held.each = steps.each, held.more_u = steps.more_u, held.more_tile = steps.more_tile;
   Rows rows(packed_rows, squares, router.gamma);
   int count;
@@ -98,36 +98,24 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_gate_up(P p, Ro
     count = choose_rows<kWarps * 32, false>(p, own, choice);
   }
   launch_dependents(); // the next kernel reads ids and weights before it waits: they are older than this one, or published
-  if (Rows::kLacking && threadIdx.x < kRows) factors[threadIdx.x] = rows.factor(threadIdx.x, router.eps); // read after the first tile's barrier
+  if (threadIdx.x < kRows) factors[threadIdx.x] = rows.factor(threadIdx.x, router.eps); // read after the first tile's barrier
   const int thread = fresh_thread(), warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3, column = warp * kSpans * kSpan + t * kGroup;
   const int b = rows.of_lane(live) + warp * kSpans * 16 + Rows::of_group(t);
   Slot<F, kSpans> top[kSlots], bottom[kSlots];
-  typename F::Bias bias[kSlots];
   using Place = typename Slot<F, kSpans>::Place;
-  const int below = F::kWoven ? kWords : p.width * kWords; // from a gate to its up
+  const int below = p.width * kWords; // from a gate to its up
   auto aim = [&](int u, int tile) { // at the lane's columns of its gate
     const size_t before = static_cast<size_t>(choice.list[u]) * static_cast<unsigned>(2 * p.width * kWords);
-    return Place(p.gate_up, p.gate_up_scale, before + ((tile * 8 + g) * (F::kWoven ? 2 : 1) * kWords + column / 8));
+    return Place(p.gate_up, p.gate_up_scale, before + ((tile * 8 + g) * kWords + column / 8));
   };
   auto inside = [&](int q) { return kColumns == kChunks * 8 || column + q * kSpan < kColumns; };
   auto adder = [&](int d) { return static_cast<int>(threadIdx.x) - (kWarps >= 2 * Sums::kAdders ? d * Sums::kAdders * 32 : 0); }; // of a slot's sums
   auto unit_of = [&](int at) { return F::natural(at / Sums::kParts / kRows & 7); };
-  auto fetch_bias = [&](int d, int u, int tile) { // by the warps that need it
-    const int at = adder(d);
-    if (at >= 0 && at < Sums::kAdders * 32) bias[d].fetch(p, choice.list[u], tile * 8 + unit_of(at));
-  };
-  auto next = [&](TileWalk &walk) {
-    if constexpr (Rows::kTight)
-      walk.next(held);
-    else
-      walk.next(steps);
-  };
-  TileWalk now = {Rows::kTight ? held.u : steps.u, Rows::kTight ? held.tile : steps.tile}, ahead = now;
+  TileWalk now = {held.u, held.tile}, ahead = now;
 #pragma unroll
-  for (int d = 0; d < kSlots; d++, next(ahead)) {
+  for (int d = 0; d < kSlots; d++, ahead.next(held)) {
     if (ahead.u >= count) continue;
     const Place gate = aim(ahead.u, ahead.tile);
-    fetch_bias(d, ahead.u, ahead.tile);
     Place up = gate;
     up.move(below);
 #pragma unroll
@@ -137,10 +125,8 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_gate_up(P p, Ro
     constexpr int d = decltype(slot)::value;
     const int at = adder(d);
     TileWalk ahead = now;
-    next(ahead), next(ahead);
+    ahead.next(held), ahead.next(held);
     const bool adds = at >= 0 && at < Sums::kAdders * 32, more = ahead.u < count;
-    const typename F::Bias own = bias[d];
-    if (more) fetch_bias(d, ahead.u, ahead.tile);
     float4 c = make_float4(0.f, 0.f, 0.f, 0.f), odd = c;
     const Place gate = aim(more ? ahead.u : now.u, ahead.tile);
     Place up = gate;
@@ -159,13 +145,13 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_gate_up(P p, Ro
     __syncthreads();
     if (adds) {
       const int part = at % Sums::kParts, r = at / Sums::kParts % kRows, place = at / Sums::kParts / kRows, unit = unit_of(at);
-      const float lacking = Rows::kLacking ? factors[r] : 1.f, up = fmaf(lacking, red[d].sum(unit, r, part, 2), own.up());
-      const float value = F::activation(fmaf(lacking, red[d].sum(unit, r, part, 0), own.gate()), up);
+      const float lacking = factors[r], up = fmaf(lacking, red[d].sum(unit, r, part, 2), 0.f); // never minus zero
+      const float value = F::activation(fmaf(lacking, red[d].sum(unit, r, part, 0), 0.f), up);
       const float next = __shfl_xor_sync(kAll, value, kRows * Sums::kParts); // that of the next place
       if (part == 0 && place % 2 == 0 && choice.rows[now.u] >> r & 1)
         *reinterpret_cast<uint32_t *>(p.hidden + hidden_row(p, now.u, r) + hidden_place<F>(now.tile * 8) + place) = pack(value, next);
     }
-    next(now);
+    now.next(held);
   };
 #pragma unroll 1
   while (now.u < count) {

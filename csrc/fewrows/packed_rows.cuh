@@ -13,38 +13,6 @@ __device__ __forceinline__ int lane_row(int live) {
   return g < live ? g : 0;
 }
 
-// Rows that come normed, the eights of a span's groups four apart.
-template <class F, int kColumns, int kWarps, int kSpans>
-struct PlainRows {
-  static constexpr int kThreads = kWarps * 32, kChunks = kWarps * kSpans * 16, kPitch = kChunks + 4;
-  static constexpr int kOwn = (kSpans + 1) / 2; // chunks of a thread
-  static constexpr bool kLacking = false, kTight = false;
-  using Squares = float;
-  uint4 *const rows;
-  __device__ __forceinline__ PlainRows(uint4 *memory, float &, const bf16 *) : rows(memory) {}
-  // `live` rows of x. All threads of the block call it; a barrier follows.
-  __device__ __forceinline__ void stage(const bf16 *x, int live) {
-#pragma unroll
-    for (int k = 0; k < kOwn; k++) {
-      const int c = threadIdx.x + k * kThreads;
-      uint4 v[kRows];
-#pragma unroll
-      for (int r = 0; r < kRows; r++) {
-        v[r] = make_uint4(0, 0, 0, 0);
-        if (r < live && c * 8 < kColumns) v[r] = load_rows(x + r * kColumns + c * 8);
-      }
-#pragma unroll
-      for (int r = 0; r < kRows; r++)
-        if (r < live && c < kChunks) rows[r * kPitch + (c & ~15) + (c & 3) * 4 + (c >> 2 & 3)] = F::operand(v[r]);
-    }
-  }
-  static __device__ __forceinline__ int of_lane(int live) { return lane_row(live) * kPitch; }
-  static __device__ __forceinline__ int of_group(int t) { return t; }
-  static __device__ __forceinline__ int fresh(int at) { return at; }
-  static __device__ __forceinline__ int eighth(int at, int eight) { return at + eight * 4; }
-  __device__ __forceinline__ float factor(int, float) const { return 1.f; }
-};
-
 // Rows times a norm's gains; sums of them lack the norm's factor. Four neighbours lie in an order of their own, so that four that
 // follow one another (a router's) and four that lie four apart (an expert's) are on different banks.
 template <class F, int kColumns, int kWarps, int kSpans>
@@ -52,7 +20,6 @@ struct GainedRows {
   static constexpr int kThreads = kWarps * 32, kChunks = kWarps * kSpans * 16, kPitch = kChunks + 4;
   static constexpr int kReal = kColumns / 8, kOwn = (kReal + kThreads - 1) / kThreads; // chunks that exist; of a thread
   static constexpr int kParts = route_threads(kColumns) > kThreads ? kOwn : 1; // a thread's squares go apart where the router's do
-  static constexpr bool kLacking = true, kTight = true; // a factor; what can wait in shared memory takes no registers
   using Squares = float[kParts * kWarps][kRows];
   uint4 *const rows;
   float (*const squares)[kRows]; // [kParts * kWarps]
