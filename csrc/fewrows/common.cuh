@@ -330,8 +330,13 @@ struct Operand {
   }
   // Rows `begin` and on of x times the gains; each column passes through one thread of the block. Sums of them lack the row's
   // factor, for which `squares` has each warp's sums. Rows that do not exist are whatever lies there: nobody reads their sums.
-  // All threads of the block call it.
-  __device__ __forceinline__ void stage(const bf16 *x, size_t stride, int begin, int rows, const Gains &gains, float (*squares)[kWarps][kRows]) {
+  // All threads of the block call it. beside(): what is asked for behind the first rows, so that they do not come behind it.
+  struct Nothing {
+    __device__ __forceinline__ void operator()() const {}
+  };
+  template <class Beside = Nothing>
+  __device__ __forceinline__ void stage(const bf16 *x, size_t stride, int begin, int rows, const Gains &gains, float (*squares)[kWarps][kRows],
+                                        Beside beside = {}) {
     static_assert(kStaged, "there is room");
     const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -350,6 +355,7 @@ struct Operand {
 #pragma unroll
           for (int r = 0; r < kRows / 2; r++)
             load_rows_if(v[r], from + (half + r) * stride, half + r < live);
+          if (!group && !k && !half) beside();
           if (group && !k && !half) __syncthreads(); // the group before is in registers
 #pragma unroll
           for (int r = 0; r < kRows / 2; r++)

@@ -47,13 +47,15 @@ __global__ void __launch_bounds__(kHeadsThreads, 1) latent_heads(LatentQueries p
   Tile<kHeadsPieces> tile;
   uint4 half[kHeadsPieces];
   tile.fetch(weight(rank * kOwnPlain + g), weight(rank * kOwnPlain + g + 8));
-#pragma unroll
-  for (int i = 0; i < kHeadsPieces; i++) half[i] = load_weights(weight(kPlain + rank * kOwnTurned + g) + i * kPiece);
   const Turn turn(p, position, (rank * kOwnTurned + g) / 2, turns);
-  AbsorbedColumns::fetch<kHeadsThreads>(p, up, head, rank);
   Rows b(heads_memory);
   wait_for_predecessor();
-  b.stage(p.projected, p.stride, first_row, p.rows, gain, squares);
+  // Blocks begin where the projection's end, and wait for little: rows come before what is asked for behind them.
+  b.stage(p.projected, p.stride, first_row, p.rows, gain, squares, [&] {
+#pragma unroll
+    for (int i = 0; i < kHeadsPieces; i++) half[i] = load_weights(weight(kPlain + rank * kOwnTurned + g) + i * kPiece);
+    AbsorbedColumns::fetch<kHeadsThreads>(p, up, head, rank);
+  });
   float4 c = make_float4(0.f, 0.f, 0.f, 0.f), odd = c, d = c, odd_d = c;
 #pragma unroll
   for (int i = 0; i < kHeadsPieces; i++) {
