@@ -15,6 +15,7 @@ PROJECTIONS = """
 using namespace eagle3;
 int used(const Projection &p) {
   return launch_project<256, 8, false>(p, 132, nullptr) + launch_project<512, 8, false>(p, 132, nullptr) +
+         launch_project<480, 6, false>(p, 132, nullptr) +
          launch_project<256, 4, false>(p, 132, nullptr) + launch_long<8, false>(p, 132, nullptr) +
          launch_staged<14, false>(p, 132, nullptr);
 }
@@ -37,7 +38,7 @@ def functions(cubin):
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
 @pytest.mark.parametrize(
-    "unit, kernel, count, load, least", [(PROJECTIONS, "", 8, "LDG.E.NA", 8), (SUMS, "reduce_rows", 4, "LDG.E.128", 1)]
+    "unit, kernel, count, load, least", [(PROJECTIONS, "", 14, "LDG.E.NA", 8), (SUMS, "reduce_rows", 4, "LDG.E.128", 1)]
 )
 def test_weights_are_asked_for_before_the_wait(unit, kernel, count, load, least, tmp_path):
     """Of projections; and the gains of a sum's norm. Kills weights loaded by `ld.global.nc`, which ptxas may move

@@ -24,6 +24,7 @@ ATTEND = (
     (2, 8, 4096, 32, 4, 128, 128, 16, [63, 500], "beam", None, False),
     (2, 8, 4096, 32, 4, 128, 128, 16, [1063, 500], "beam", None, False),
     (1, 5, 4096, 64, 8, 64, 64, 48, [2090], "tree", 1100, True),
+    (1, 4, 2880, 64, 8, 64, 64, 64, [500], "tree", 128, True),
     (2, 4, 2048, 32, 4, 128, 128, 64, [4200, 1022], "tree", None, True),
 )
 # prefixes, heads, groups, head size, rotating lanes, page size, window
@@ -280,6 +281,7 @@ def products(n):
         (rows(2048), make.gain(2048), 1e-6, make.weight(2 * 12288, 2048), make.weight(2048, 12288), "silu", rows(2048)),
     )
     yield "linear", (rows(2880), make.weight(5120, 2880), make.floats(5120))
+    yield "linear", (rows(4096), make.weight(2880, 4096), make.floats(2880), rows(2880))
     for d, i in ((7168, 256), (2880, 512), (7168, 2304), (1536, 512)):
         yield "mlp", (rows(d), make.gain(d), 1e-6, make.weight(2 * i, d), make.weight(d, i), "silu", rows(d))
     for d in (2048, 2880, 7168):  # rows that norm without rounding, or near ties fall as it falls
@@ -289,6 +291,7 @@ def products(n):
     x = x[:n].contiguous()
     matrices = make.weight(32, 2 * 768, 2048), make.weight(32, 2048, 768)
     rule = next(moe(B16, "cuda", MOE[:1]))[1][4]
+    yield "route", routed(make, n, 2880, 128, Routing(4, False, "logits"), True, False)
     yield "route", (*routed(make, n, 7168, 384, KIMI, False, True), make.weight(512, 7168))
     yield "experts_int4", (*packed(make, n, 7168, 48, 256, 8), rows(256), make.weight(7168, 256))
     yield "moe_int4", whole_int4(make, n, 7168, 48, 256, KIMI, 256)

@@ -20,6 +20,8 @@
 #include "nodes.cuh"
 #include "stages.cuh"
 
+#include <type_traits>
+
 namespace eagle3 {
 
 // Cluster x / kUsed: group of heads; y: tile of rows; z: sequence and, where there are several, a cluster of tiles. kShare heads a
@@ -27,8 +29,11 @@ namespace eagle3 {
 template <int kWidth, int kShare, int kHalf, int kMost, int kUsed, class Maps>
 __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attention p, const __grid_constant__ Maps maps) {
   constexpr int kBlock = kVectors / kShare, kMany = kWidth / 32, kChunks = kWidth / 8; // kBlock: rows of a part
-  constexpr bool kOne = kMost == 1;
-  using P = Stages<kWidth, kMost, kUsed>;
+  constexpr bool kOne = std::is_same_v<Maps, NoBoxes>; // a short table
+  // Projections of models with such heads leave no room: where the first one's blocks end, those behind this kernel ask for weights.
+  constexpr bool kAtOnce = kOne && kWidth == 64;
+  if (kAtOnce) launch_dependents();
+  using P = Stages<kWidth, kMost, kUsed, kOne>;
   constexpr int kDepth = P::kDepth, kSide = kSlices * 32; // tiles of a side in flight; its threads in a part
   using Sum = Columns<kWidth>;
   using Sums = Fold<kWidth, !kOne>;
@@ -40,7 +45,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   __shared__ uint64_t inbox;
   bf16 *const memory = reinterpret_cast<bf16 *>(attention_memory);
   float *const result = reinterpret_cast<float *>(attention_memory), *const top_of = result + P::kResult, *const norm_of = top_of + P::kStats / 2;
-  const int threads = kOne ? kWarps * 32 : blockDim.x, parts = threads / (kWarps * 32);
+  const int threads = kMost == 1 ? kWarps * 32 : blockDim.x, parts = threads / (kWarps * 32);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, part = warp / kWarps, side = warp / kSlices & 1, slice = warp % kSlices;
   const int mates = parts * kSide, mate = part * kSide + threadIdx.x % kSide; // threads of this side, and which of them this one is
   const int rank = cluster_rank(), group = blockIdx.x / kUsed, batch = kOne ? gridDim.z : gridDim.z / kClusters;
@@ -101,7 +106,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
     copy_async(memory + value_to + row * kWidth, own_values + from, true);
   };
   auto fetch = [&] {
-    constexpr int kBatch = 4; // which divides the rows of a thread
+    constexpr int kBatch = kMost == 1 ? 4 : 2; // which divides the rows of a thread
 #pragma unroll 1
     for (int first = 0; first < kTile; first += kBatch * step) {
       int slot[kBatch];
@@ -114,11 +119,13 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
     commit_copies();
   };
   nodes.read(p, asked, line0, first_row, rows, prefix, pages);
-  // Nodes have a stage of their own in long tables, the odd side's last. In short ones they lie behind the prefix's rows in the stage of their tile, or
-  // else in that of the odd one after it, which has no such rows, or else in that of the even one before it, once it is folded.
+  // Nodes have a stage of their own where a block may have two parts: in long tables the odd side's last. Else they lie behind the
+  // prefix's rows in the stage of their tile, or else in that of the odd one after it, which has no such rows, or else in that of the
+  // even one before it, once it is folded.
   const int before = max(0, prefix - tail * kTile);
   const bool beside = before + nodes.count() <= kTile;
-  const int node0 = kOne ? beside ? (tail & 1) * 2 * kTile + before : (~tail & 1) * 2 * kTile : (2 * kDepth - 1) * 2 * kTile; // row of their first key
+  // row of their first key
+  const int node0 = kMost == 1 ? beside ? (tail & 1) * 2 * kTile + before : (~tail & 1) * 2 * kTile : (2 * kDepth - !kOne) * 2 * kTile;
   const int end = nodes.end;
   if (kOne) fetch();
   const unsigned clusters = clusters_with<kOne>(oldest, end);
@@ -133,7 +140,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   const bool some = live_ranks >> rank & 1, folds = start * kTile < end; // whether this block has a tile, and this side
   // the first tile past the prefix is written by who folds it
   const bool writes = blockIdx.y == 0 && mine(border), own_nodes = some && mine(tail) && tail * kTile < end;
-  const bool late = kOne && own_nodes && !beside && (tail & 1); // then by the odd side, when the even one has folded its tile
+  const bool late = kMost == 1 && own_nodes && !beside && (tail & 1); // then by the odd side, when the even one has folded its tile
   const int nodes_tile = border + ((border ^ side) & 1); // the only one of this side that nodes may be in, if it is this rank's
   const bool sees_nodes = own_nodes && mine(nodes_tile) && nodes_tile >= oldest && nodes_tile * kTile < end;
   // rows of the cache are older than the kernel before this one, which only projects
@@ -174,7 +181,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   for (int i = 0; i < kMany; i++) // ones where there are none
     gain[i] = load_gains(p.q_gain, i * 32 + (lane & 3) * 8);
   wait_for_predecessor();
-  launch_dependents();
+  if (!kAtOnce) launch_dependents();
 #pragma unroll
   for (int i = 0; i < kMany; i++) q[i] = turns && turned_row < rows ? load_rows(from + i * 32) : make_uint4(0, 0, 0, 0);
   constexpr int kRead = 1, kKept = 2, kOwn = 3; // barriers: the even tile is read; nodes are kept; of a side
@@ -298,19 +305,22 @@ inline cudaError_t launch_attend(const Attention &p, int batch, cudaStream_t str
     const int rows = parts * kVectors / kShare;
     return dim3(ranks * p.groups, (p.t + rows - 1) / rows, batch * clusters);
   };
-  auto one_cluster = [&](auto kernel, int ranks, size_t shared) {
-    return launch(kernel, grid(ranks, 1, 1), kWarps * 32, shared, stream, ranks, p, NoBoxes{});
+  auto one_cluster = [&](auto kernel, int ranks, int parts, size_t shared) {
+    return launch(kernel, grid(ranks, 1, parts), parts * kWarps * 32, shared, stream, ranks, p, NoBoxes{});
   };
-  const int positions = p.columns * p.page; // of short tables less shared memory: more fits beside it
-  if (short_table(positions, kFewer)) return one_cluster(attend<kWidth, kShare, kHalf, 1, kFewer, NoBoxes>, kFewer, Stages<kWidth, 1, kFewer>::kBytes);
-  if (short_table(positions, kRanks)) return one_cluster(attend<kWidth, kShare, kHalf, 1, kRanks, NoBoxes>, kRanks, Stages<kWidth, 1, kRanks>::kBytes);
+  const int positions = p.columns * p.page, parts = p.t * kShare > kVectors ? kParts : 1;
+  if constexpr (kWidth == 64) // two parts share their keys: half as many blocks leave more to the kernel behind
+    if (parts > 1 && short_table(positions, kFewer))
+      return one_cluster(attend<kWidth, kShare, kHalf, kParts, kFewer, NoBoxes>, kFewer, parts, Stages<kWidth, kParts, kFewer, true>::kBytes);
+  // of short tables less shared memory: more fits beside it
+  if (short_table(positions, kFewer)) return one_cluster(attend<kWidth, kShare, kHalf, 1, kFewer, NoBoxes>, kFewer, 1, Stages<kWidth, 1, kFewer, true>::kBytes);
+  if (short_table(positions, kRanks)) return one_cluster(attend<kWidth, kShare, kHalf, 1, kRanks, NoBoxes>, kRanks, 1, Stages<kWidth, 1, kRanks, true>::kBytes);
   if (!p.sums) return cudaErrorInvalidValue;
   Boxes boxes;
   const cudaError_t e = make_boxes(boxes, p, kWidth);
   if (e != cudaSuccess) return e;
-  const int parts = p.t * kShare > kVectors ? kParts : 1;
   return launch(attend<kWidth, kShare, kHalf, kParts, kRanks, Boxes>, grid(kRanks, kClusters, parts), parts * kWarps * 32,
-                Stages<kWidth, kParts, kRanks>::kBytes, stream, kRanks, p, boxes);
+                Stages<kWidth, kParts, kRanks, false>::kBytes, stream, kRanks, p, boxes);
 }
 
 template <int kWidth, int kHalf>

@@ -443,6 +443,7 @@ inline cudaError_t launch_carved(int carveout, void (*kernel)(Parameters...), di
 // One carve-out for all: a multiprocessor must drain before it changes its own. It leaves half to L1, where plain loads in flight
 // live: gate and up take 1.3 times as long with all of it shared.
 constexpr int kCarveout = 44;
+constexpr size_t kCarved = 130 * 1024; // which is at least so much for the blocks of a multiprocessor, beside a few hundred bytes of statics
 template <class... Parameters, class... Arguments>
 inline cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared, cudaStream_t stream,
                           int cluster, Arguments... arguments) {

@@ -2,6 +2,7 @@
 // contiguous range of weight rows, in tiles of 16, through its registers, once for up to two groups of rows.
 #pragma once
 
+#include "filled.cuh"
 #include "narrow.cuh"
 #include "projection.cuh"
 #include "staged.cuh"
@@ -215,6 +216,14 @@ inline cudaError_t launch_groups(const Projection &p, int multiprocessors, cudaS
   if constexpr (kThreads == 256 && kPieces == 4 && kGroups == 1 && !kGated) {
     const int blocks = p.gamma ? 0 : narrow_blocks(p.outputs, multiprocessors);
     if (blocks) return launch(project_narrow<kThreads, kPieces>, dim3(blocks, grid.y), kThreads, 0, stream, 1, p);
+  }
+  if constexpr (kGroups == 1 && !kGated && ((kThreads == 480 && kPieces == 6) || (kThreads == 512 && kPieces == 8))) {
+    constexpr bool kNorm = kThreads == 480; // before attention or after it
+    using Filled = FilledBlock<kThreads, kPieces, kNorm>;
+    const int held = kNorm ? 16 * multiprocessors : (16 + kHeldRows) * (multiprocessors - 32);
+    const int blocks = kNorm == (p.gamma != nullptr) ? filled_blocks(p.outputs, multiprocessors, Filled::kMost, held) : 0;
+    const size_t shared = Filled::bytes(p.rows);
+    if (blocks && shared <= kCarved) return launch(project_filled<kThreads, kPieces, kNorm>, dim3(blocks, grid.y), kThreads, shared, stream, 1, p);
   }
   if constexpr (kThreads == 512 && kPieces == 8 && kGroups == 1 && !kGated) {
     using Held = HeldRows<kThreads, kPieces, kHeldRows>;

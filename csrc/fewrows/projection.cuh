@@ -107,18 +107,19 @@ template <int kThreads, int kPieces, int kMost>
 struct HeldRows {
   static constexpr int kHalves = (kMost + 7) / 8, kPitch = kThreads * kPieces / 8 + 4; // chunks of a row: neighbours lie on different banks
   static constexpr size_t kBytes = static_cast<size_t>(kMost) * kPitch * 16;
-  static_assert(!kMost || kPieces == 8, "a chunk of a row a lane");
+  static constexpr int kLanes = 4 * kPieces; // a chunk of a row each
+  static_assert(!kMost || kLanes <= 32, "a chunk of a row a lane");
   const uint4 *own[kHalves ? kHalves : 1]; // the lane's columns of rows 8 h + lane / 4, a piece every 4 chunks
 
   // weight: of the first row, at the warp's columns; memory: [kMost][kPitch] chunks.
   __device__ __forceinline__ HeldRows(void *memory, const bf16 *weight, int held, int columns) {
     const int lane = threadIdx.x & 31, g = lane >> 2;
-    uint4 *const slice = static_cast<uint4 *>(memory) + (threadIdx.x >> 5) * 32;
+    uint4 *const slice = static_cast<uint4 *>(memory) + (threadIdx.x >> 5) * kLanes;
 #pragma unroll
     for (int h = 0; h < kHalves; h++) own[h] = slice + (8 * h + g < held ? 8 * h + g : 0) * kPitch + (lane & 3); // or nobody reads its sums
 #pragma unroll
     for (int r = 0; r < kMost; r++)
-      if (r < held) copy_async(slice + r * kPitch + lane, weight + static_cast<size_t>(r) * columns + lane * 8, true);
+      if (r < held && (kLanes == 32 || lane < kLanes)) copy_async(slice + r * kPitch + lane, weight + static_cast<size_t>(r) * columns + lane * 8, true);
     if (kMost) commit_copies();
   }
   __device__ __forceinline__ void await() const {

@@ -94,9 +94,10 @@ __global__ void __launch_bounds__(kThreads, 1) route(Router p) {
     else
       store_packet(p.packets + static_cast<size_t>(row) * kRouted + shares.expert + i - shares.gated, score_of(p, scale, own, tile ? bias_of(i) : bias), tag);
   }
-  if (warp >= 2) // normed rows, by all blocks together
+  const int writers = max(static_cast<int>(gridDim.x) - 1, 1); // of normed rows: all blocks but the one that most often chooses
+  if (warp >= 2 && static_cast<int>(blockIdx.x) < writers)
 #pragma unroll 1
-    for (int i = static_cast<int>(gridDim.x) * (threadIdx.x - 64) + blockIdx.x; p.gamma && p.normed && i < live * kChunks; i += gridDim.x * (kThreads - 64))
+    for (int i = writers * (threadIdx.x - 64) + blockIdx.x; p.gamma && p.normed && i < live * kChunks; i += writers * (kThreads - 64))
       write_normed(p, static_cast<size_t>(blockIdx.y) * kRows * p.columns + static_cast<size_t>(i) * 8, i % kChunks * 8, rows.factor(i / kChunks, p.columns, p.eps));
   if (!chooses(p, last)) return;
   using Scores = RowScores<kRouted, kRows>;
@@ -113,8 +114,11 @@ __global__ void __launch_bounds__(kThreads, 1) route(Router p) {
   }
 }
 
+// Weight rows of a block that has experts alone: few blocks begin beside the kernel before them, and few ends are waited for.
+constexpr int kRouteRows = 4;
+
 inline dim3 route_grid(const Router &p, int blocks) {
-  const int most = p.experts > p.width ? p.experts : p.width;
+  const int most = p.width ? (p.experts > p.width ? p.experts : p.width) : (p.experts + kRouteRows - 1) / kRouteRows;
   return dim3(most < blocks ? most : blocks, (p.rows + kRows - 1) / kRows);
 }
 
