@@ -2,7 +2,7 @@
 // are written only where somebody asked for them.
 #pragma once
 
-#include "common.cuh"
+#include "operand.cuh"
 #include "project.cuh"
 
 namespace eagle3 {

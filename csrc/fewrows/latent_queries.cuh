@@ -2,7 +2,7 @@
 // kernels that make them share, and the one that takes heads as a projection left them.
 #pragma once
 
-#include "common.cuh"
+#include "operand.cuh"
 
 namespace eagle3 {
 

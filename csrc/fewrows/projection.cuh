@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "common.cuh"
+#include "operand.cuh"
 
 namespace eagle3 {
 

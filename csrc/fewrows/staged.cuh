@@ -2,7 +2,7 @@
 // weight rows come in tiles of 8, half of an mma's 16, so that all of a block's first tile is on its way before the wait.
 #pragma once
 
-#include "common.cuh"
+#include "operand.cuh"
 
 namespace eagle3 {
 
