@@ -13,6 +13,7 @@ struct FilledBlock {
   static constexpr int kHalves = 24 / kPieces, kShared = kPieces == 6 ? 16 : 11, kMost = 8 * kHalves + kShared, kTiles = (kMost + 15) / 16;
   static constexpr int kColumns = kThreads * kPieces, kChunks = kColumns / 8;
   using Held = HeldRows<kThreads, kPieces, kShared>;
+  using Tiles = HalfTiles<kHalves, kPieces, true, Held>;
   static constexpr int kPitch = Held::kPitch; // of rows of x too
   static constexpr int kLines = kPieces / 2;  // a warp's slice of a held row has room for a float a lane, so often
   static_assert(kTiles * 128 <= kThreads && 4 * kTiles <= kShared * kLines, "an output of one row a thread; sums fit where weights were");
@@ -20,22 +21,6 @@ struct FilledBlock {
   static constexpr int kGains = Held::kBytes / sizeof(uint4), kOperand = kGains + (kNorm ? kPitch : 0);
   static size_t bytes(int rows) { return (kOperand + static_cast<size_t>(rows < kRows ? rows : kRows) * kPitch) * sizeof(uint4); }
 
-  uint4 w[kHalves][kPieces];
-  // Half tiles [from, to). weight: the block's first row at the lane's columns; rows: how many there are, of which nobody reads what
-  // lies past them.
-  template <int kFrom, int kTo>
-  __device__ __forceinline__ void fetch(const bf16 *weight, int rows) {
-#pragma unroll
-    for (int h = kFrom; h < kTo; h++) {
-      const bf16 *from = weight + static_cast<size_t>(min(8 * h + (static_cast<int>(threadIdx.x) >> 2 & 7), rows - 1)) * kColumns;
-#pragma unroll
-      for (int i = 0; i < kPieces; i++) w[h][i] = load_weights(from + i * kPiece);
-    }
-  }
-  __device__ __forceinline__ uint4 get(const Held &held, int half, int i) const {
-    if (half < kHalves) return w[half][i];
-    return half - kHalves < Held::kHalves ? held.get(half - kHalves, i) : make_uint4(0, 0, 0, 0);
-  }
   // Where component `which` of a tile's sums lies for lane 0 of warp 0, and how far apart those of two warps.
   static __device__ __forceinline__ float *sums(uint4 *memory, int tile, int which) {
     const int line = tile * 4 + which;
@@ -89,9 +74,9 @@ __global__ void __launch_bounds__(kThreads, 1) project_filled(Projection p) {
   const bf16 *const weight = p.weight + static_cast<size_t>(begin) * Block::kColumns + warp * kPieces * kPiece;
   uint4 *const gains = filled_memory + Block::kGains, *const rows = filled_memory + Block::kOperand;
   if (kNorm && threadIdx.x < Block::kChunks) copy_async(gains + threadIdx.x, p.gamma + threadIdx.x * 8, true);
-  Block own;
+  typename Block::Tiles own;
   constexpr int kEarly = kNorm ? Block::kHalves / 2 : Block::kHalves; // half tiles asked for before the wait
-  own.template fetch<0, kEarly>(weight + (lane & 3) * 8, outputs);
+  own.template fetch<0, kEarly>(weight + (lane & 3) * 8, outputs, Block::kColumns);
   __syncwarp();
   // thread (tile, component, lane), as in sum_partials; what is added comes with the rows
   const int out = 16 * (warp >> 2) + (warp & 2 ? 8 : 0) + g, own_row = 2 * (lane & 3) + (warp & 1);
@@ -107,7 +92,7 @@ __global__ void __launch_bounds__(kThreads, 1) project_filled(Projection p) {
     ask_rows<Block, kThreads>(rows, p.x + static_cast<size_t>(blockIdx.y) * kRows * p.stride, p.stride, live);
   };
   if (kNorm) ask(); // these blocks begin where others end: an early wait costs them nothing, and rows come before what is asked for behind them
-  own.template fetch<kEarly, Block::kHalves>(weight + (lane & 3) * 8, outputs);
+  own.template fetch<kEarly, Block::kHalves>(weight + (lane & 3) * 8, outputs, Block::kColumns);
   __syncwarp(); // or ptxas has the last of them behind what is done with the rows
   const typename Block::Held held(filled_memory, weight + static_cast<size_t>(kFirst) * Block::kColumns, outputs - kFirst, Block::kColumns);
   if (!kNorm) ask(); // these begin beside attention: all of their weights come meanwhile

@@ -129,6 +129,29 @@ struct HeldRows {
   __device__ __forceinline__ uint4 get(int half, int piece) const { return own[half][piece * 4]; }
 };
 
+// Half tiles of 8 weight rows of a block, kHalves of them in registers and, behind those, what it holds in shared memory. kFull: it has
+// rows for all of the first; where it has not after all, its last one is asked for again.
+template <int kHalves, int kPieces, bool kFull, class Held>
+struct HalfTiles {
+  uint4 w[kHalves][kPieces];
+  // Half tiles [kFrom, kTo). weight: the block's first row at the lane's columns; rows: how many there are, of which nobody reads what
+  // lies past them.
+  template <int kFrom, int kTo>
+  __device__ __forceinline__ void fetch(const bf16 *weight, int rows, int columns) {
+#pragma unroll
+    for (int h = kFrom; h < kTo; h++) {
+      if (!kFull && 8 * h >= rows) continue;
+      const bf16 *from = weight + static_cast<size_t>(min(8 * h + (static_cast<int>(threadIdx.x) >> 2 & 7), rows - 1)) * columns;
+#pragma unroll
+      for (int i = 0; i < kPieces; i++) w[h][i] = load_weights(from + i * kPiece);
+    }
+  }
+  __device__ __forceinline__ uint4 get(const Held &held, int half, int i) const {
+    if (half < kHalves) return w[half][i];
+    return half - kHalves < Held::kHalves ? held.get(half - kHalves, i) : make_uint4(0, 0, 0, 0);
+  }
+};
+
 // Blocks of a projection that takes whole multiprocessors, up to `most` outputs each on their way before the wait: where that
 // suffices they leave 32 multiprocessors to the kernel after it, whose blocks begin beside none of these. 0: too many outputs.
 inline int blocks_of(int outputs, int multiprocessors, int most) {

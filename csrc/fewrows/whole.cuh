@@ -12,21 +12,7 @@ template <int kThreads, int kPieces>
 struct WholeBlock {
   static constexpr int kHalves = 5, kShared = 20, kMost = 8 * kHalves + kShared, kTiles = (kMost + 15) / 16;
   using Held = HeldRows<kThreads, kPieces, kShared>;
-  uint4 w[kHalves][kPieces];
-  // weight: the block's first row at the lane's columns; rows: how many there are, of which nobody reads what lies past them.
-  __device__ __forceinline__ void fetch(const bf16 *weight, int rows, int columns) {
-#pragma unroll
-    for (int h = 0; h < kHalves; h++) {
-      if (8 * h >= rows) continue;
-      const bf16 *from = weight + static_cast<size_t>(min(8 * h + (static_cast<int>(threadIdx.x) >> 2 & 7), rows - 1)) * columns;
-#pragma unroll
-      for (int i = 0; i < kPieces; i++) w[h][i] = load_weights(from + i * kPiece);
-    }
-  }
-  __device__ __forceinline__ uint4 get(const Held &held, int half, int i) const {
-    if (half < kHalves) return w[half][i];
-    return half - kHalves < Held::kHalves ? held.get(half - kHalves, i) : make_uint4(0, 0, 0, 0);
-  }
+  using Tiles = HalfTiles<kHalves, kPieces, false, Held>;
 };
 
 template <int kThreads, int kPieces>
@@ -47,10 +33,10 @@ __global__ void __launch_bounds__(kThreads, 1) project_whole(Projection p) {
   static_assert(Rows::kChunks == kThreads, "a chunk of the gains a thread");
   const uint4 gain = load_weights(p.gamma + threadIdx.x * 8); // asked for first: what is asked for behind weights comes behind them
   __syncwarp(); // or ptxas has it last
-  Whole own;
+  typename Whole::Tiles own;
   constexpr int kFirst = 8 * Whole::kHalves, kRegisters = Whole::kHalves / 2; // held weight rows begin; tiles all in registers
   const int first_row = blockIdx.y * kRows;
-  own.fetch(weight + (lane & 3) * 8, outputs, p.columns);
+  own.template fetch<0, Whole::kHalves>(weight + (lane & 3) * 8, outputs, p.columns);
   Rows b(whole_memory + Whole::Held::kBytes / 16);
   // thread (tile, component, lane) of a turn, as in sum_partials
   auto out_of = [&](int turn) { return 16 * ((warp + turn * kThreads / 32) >> 2) + (warp & 2 ? 8 : 0) + (lane >> 2); };
