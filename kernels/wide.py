@@ -12,8 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 @dataclass(frozen=True)
 class Wide:
-    """Launch sizes of a product over many rows: `rows` x `outputs` a program, `depth` columns at a time. Which are
-    taken may follow from the number of rows: `depth` alone decides the order of a sum, and a dtype has one."""
+    """Launch sizes of a product over many rows: `rows` x `outputs` a program, `depth` columns at a time."""
 
     rows: int
     outputs: int
