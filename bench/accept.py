@@ -27,19 +27,23 @@ from .texts import several
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Options as given. Raises Refused."""
-    p = Parser(prog="python -m bench.accept", allow_abbrev=False, description=__doc__.split("\n\n")[0])
+    p = Parser("python -m bench.accept", __doc__.split("\n\n")[0])
     add = p.add_argument
     add("--target", metavar="DIR|HUB_ID", help="default: the demo pair")
     add("--draft", metavar="DIR|HUB_ID", help="an EAGLE-3 head; default: the demo draft with the demo target")
-    add("--capture-layers", metavar="boundary:A,B,C|output:A,B,C", help="overrides the draft's config")
+    add(
+        "--capture-layers",
+        metavar="boundary:A,B,C|output:A,B,C",
+        help="layers that feed the draft, in place of its config's",
+    )
     add("--prompts", metavar="FILE", help="the texts: *.jsonl, or one text; default: the demo's prompts")
     add("--count", type=least(1), metavar="N", help="the first N texts; default all")
     add("--window", type=least(8), default=512, metavar="N", help="most tokens of a text; default %(default)s")
     add("--steps", type=least(1), default=4, metavar="S", help="draft passes; default %(default)s")
     add("--topk", type=least(1), default=4, metavar="K", help="among the head's K best; default %(default)s")
-    add("--device", metavar="cpu|cuda|cuda:N")
-    add("--dtype", metavar="float32|float16|bfloat16")
-    add("--json", metavar="FILE", help="where the results go")
+    add("--device", metavar="cpu|cuda|cuda:N", help="default: CUDA where there is a GPU")
+    add("--dtype", metavar="float32|float16|bfloat16", help="default: bfloat16 on CUDA, float32 on the CPU")
+    add("--json", metavar="FILE", help="write the run there, as JSON")
     o = p.parse_args(argv)
     if o.target is None:
         o.target, o.draft = str(DEMO / "target"), o.draft or str(DEMO / "draft")

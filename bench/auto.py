@@ -33,20 +33,37 @@ REACH = {"auto_of_best": 0.95, "wrong_draft": 0.97}  # at least; the second is a
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Options as given. Raises Refused."""
-    p = Parser(prog="python -m bench.auto", allow_abbrev=False, description=__doc__.split("\n\n")[0])
+    p = Parser("python -m bench.auto", __doc__)
     add = p.add_argument
     add("--target", metavar="DIR|HUB_ID", help="default: the demo pair")
     add("--draft", metavar="DIR|HUB_ID|random:NAME", help="default: the demo draft with the demo target")
     add("--random", metavar="NAME|FILE", help="random weights of this architecture in place of --target")
-    add("--layers", type=least(1), metavar="N", help="with --random: as many layers")
-    add("--capture-layers", metavar="boundary:A,B,C|output:A,B,C", help="overrides the draft's config")
-    add("--grid", nargs="+", metavar="S-K-D", help="shapes it may take, and that it is compared with; default: its own")
+    add("--layers", type=least(1), metavar="N", help="with --random: so many layers only")
+    add(
+        "--capture-layers",
+        metavar="boundary:A,B,C|output:A,B,C",
+        help="layers that feed the draft, in place of its config's",
+    )
+    add(
+        "--grid",
+        nargs="+",
+        metavar="S-K-D",
+        help="shapes it may take and is compared with; default: those of bench.sweep",
+    )
     add("--prompts", metavar="FILE", help="default: the demo's, or random ids")
     add("--count", type=least(1), default=8, metavar="N", help="the first N prompts; default %(default)s")
     add("--context", type=least(2), default=512, metavar="N", help="most tokens of a prompt; default %(default)s")
     add("--new-tokens", type=least(4), default=128, metavar="N", help="for each prompt; default %(default)s")
-    add("--long", type=least(2 * EARLY), default=640, metavar="N", help="of made-up drafts; default %(default)s")
-    add("--rounds", type=least(1), default=3, metavar="N", help="default %(default)s")
+    add(
+        "--long",
+        type=least(2 * EARLY),
+        default=640,
+        metavar="N",
+        help="new tokens with made-up drafts; default %(default)s",
+    )
+    add(
+        "--rounds", type=least(1), default=3, metavar="N", help="turns over all shapes and prompts; default %(default)s"
+    )
     add("--check", action="store_true", help="compare with what it must reach; exit 1 where it falls short")
     command.device_options(add)
     o = command.options(p, argv)

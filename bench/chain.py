@@ -65,11 +65,16 @@ class Chain:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Options as given. Raises Refused."""
-    p = Parser(prog="python -m bench.chain", allow_abbrev=False, description=__doc__.split("\n\n")[0])
+    p = Parser("python -m bench.chain", __doc__.split("\n\n")[0])
     add = p.add_argument
     add("--random", default=MODEL, metavar="NAME|FILE", help="random weights of this architecture; default %(default)s")
     add("--layers", type=least(1), default=LAYERS, metavar="N", help="of them; default %(default)s")
-    add("--tp-slice", type=least(2), metavar="N", help="one rank's share of N, collectives left out; default: whole")
+    add(
+        "--tp-slice",
+        type=least(2),
+        metavar="N",
+        help="what one rank of N computes, its collectives left out; default: the whole",
+    )
     add("--rows", nargs="+", type=least(1), default=[1, 4, 8], metavar="N", help="default: 1 4 8")
     add("--context", type=least(1), default=512, metavar="N", help="committed positions; default %(default)s")
     ours = "page tables of an engine of this context: attention goes by their length; default: as long as the rows need"

@@ -31,16 +31,27 @@ CALLS, REPEATS, EPS = 64, 15, 1e-6  # sums a graph, graphs timed
 
 def parser() -> Parser:
     """Options."""
-    p = Parser(prog="python -m bench.collectives", allow_abbrev=False, description=__doc__)
+    p = Parser("python -m bench.collectives", __doc__)
     add = p.add_argument
     add("--tp", type=least(2), default=2, metavar="N", help="ranks, a GPU each; default %(default)s")
-    add("--random", default="qwen3-30b-a3b", metavar="NAME|FILE", help="the model whose pass is priced; %(default)s")
+    add(
+        "--random",
+        default="qwen3-30b-a3b",
+        metavar="NAME|FILE",
+        help="the model whose pass is priced; default %(default)s",
+    )
     add("--columns", nargs="+", type=least(8), metavar="D", help="widths of rows; default: the model's")
     add("--rows", nargs="+", type=least(1), default=list(ROWS), metavar="N", help="default: 1 to 64")
-    add("--settings", nargs="+", default=list(SETTINGS), metavar="'NCCL_X=Y …'", help="'' is NCCL as found")
+    add(
+        "--settings",
+        nargs="+",
+        default=list(SETTINGS),
+        metavar="'NCCL_X=Y …'",
+        help="variables, each set in a run of its own; '' is NCCL as found; default: five",
+    )
     add("--calls", type=least(1), default=CALLS, metavar="N", help="sums a graph; default %(default)s")
-    add("--device", metavar="cpu|cuda")
-    add("--json", metavar="FILE", help="where the results go")
+    add("--device", metavar="cpu|cuda", help="default: CUDA where there is a GPU")
+    add("--json", metavar="FILE", help="write the run there, as JSON")
     return p
 
 

@@ -17,19 +17,39 @@ class Failed(RuntimeError):
 
 def device_options(add):
     """Add --device, --dtype, --graphs and --json through `add`, a parser's add_argument."""
-    add("--device", metavar="cpu|cuda|cuda:N")
-    add("--dtype", metavar="float32|float16|bfloat16")
-    add("--graphs", choices=("auto", "required", "off"), default="auto", help="CUDA graphs; default %(default)s")
-    add("--json", metavar="FILE", help="where the results go")
+    add("--device", metavar="cpu|cuda|cuda:N", help="default: CUDA where there is a GPU")
+    add("--dtype", metavar="float32|float16|bfloat16", help="default: bfloat16 on CUDA, float32 on the CPU")
+    add(
+        "--graphs",
+        choices=("auto", "required", "off"),
+        default="auto",
+        help="capture cycles as CUDA graphs; required: or be refused; default %(default)s",
+    )
+    add("--json", metavar="FILE", help="write the run there, as JSON")
 
 
 def parallel_options(add):
     """Add the options of several ranks."""
     add("--tp", type=least(1), default=ranks_started(), metavar="N", help="ranks, a GPU each; default %(default)s")
-    add("--draft-tp", choices=DRAFT_TP, default="auto", help="the draft over ranks; default %(default)s")
-    add("--expert-parallel", action="store_true", help="whole experts to each rank")
-    add("--tp-slice", type=least(2), metavar="N", help="with --random: one rank's share of N, collectives left out")
-    add("--reduction", choices=REDUCTIONS, default="auto", help="library: NCCL whatever else there is")
+    add(
+        "--draft-tp",
+        choices=DRAFT_TP,
+        default="auto",
+        help="the draft cut over the ranks or whole on each; default: whichever is faster",
+    )
+    add("--expert-parallel", action="store_true", help="deal out whole experts to the ranks")
+    add(
+        "--tp-slice",
+        type=least(2),
+        metavar="N",
+        help="with --random: what one rank of N computes, alone, its collectives left out",
+    )
+    add(
+        "--reduction",
+        choices=REDUCTIONS,
+        default="auto",
+        help="sums over ranks: auto by peer memory where that works, library always by NCCL",
+    )
 
 
 def parallel(o):

@@ -65,7 +65,7 @@ def lengths_of(words: list[str], table: CostTable) -> dict[Shape, float]:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Options as given. Raises Refused."""
-    p = Parser(prog="python -m bench.cost", allow_abbrev=False, description=__doc__.split("\n\n")[0])
+    p = Parser("python -m bench.cost", __doc__.split("\n\n")[0])
     p.add_argument("table", metavar="TABLE.json", help="a cost table, or a run of bench.verify_vs_draft")
     p.add_argument(
         "--accept-length", nargs="+", default=[], metavar="X|S-K-D=X", help="tokens a cycle, the bonus token counted"

@@ -48,7 +48,7 @@ REACH = {
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Options as given. Raises Refused."""
-    p = Parser(prog="python -m bench.demo", allow_abbrev=False, description=__doc__.split("\n\n")[0])
+    p = Parser("python -m bench.demo", __doc__.split("\n\n")[0])
     add = p.add_argument
     add("--json", metavar="FILE", help="write the run there")
     add("--shapes", nargs="+", default=SHAPES.split(), metavar="S-K-D", help=f"default {SHAPES}")

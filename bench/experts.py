@@ -44,16 +44,16 @@ class Experts:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Options as given. Raises Refused."""
-    p = Parser(prog="python -m bench.experts", allow_abbrev=False, description=__doc__)
+    p = Parser("python -m bench.experts", __doc__)
     add = p.add_argument
     add("--random", metavar="NAME|FILE", default=MODEL, help="whose experts; default %(default)s")
     add("--layers", type=least(1), default=LAYERS, metavar="N", help="to take turns over; default %(default)s")
-    add("--tp-slice", type=least(1), default=1, metavar="N", help="one rank's share of N; default: whole")
+    add("--tp-slice", type=least(1), default=1, metavar="N", help="what one rank of N holds; default: the whole")
     add("--rows", type=least(1), nargs="+", default=list(ROWS), metavar="N", help="rows a pass; default 1 4 8")
     add("--repeats", type=least(1), default=20, metavar="N", help="turns over all layers; default %(default)s")
-    add("--device", metavar="cpu|cuda|cuda:N")
-    add("--dtype", metavar="float32|float16|bfloat16")
-    add("--json", metavar="FILE", help="where the results go")
+    add("--device", metavar="cpu|cuda|cuda:N", help="default: CUDA where there is a GPU")
+    add("--dtype", metavar="float32|float16|bfloat16", help="default: bfloat16 on CUDA, float32 on the CPU")
+    add("--json", metavar="FILE", help="write the run there, as JSON")
     o = command.options(p, argv)
     results.writable(o.json)
     return o

@@ -28,13 +28,13 @@ WHEN = ("load", "capture", "decode")
 
 def parser() -> Parser:
     """Options."""
-    p = Parser(prog="python -m bench.failures", allow_abbrev=False, description=__doc__)
+    p = Parser("python -m bench.failures", __doc__)
     add = p.add_argument
     add("--target", metavar="DIR|HUB_ID", help="default: the demo pair")
     add("--draft", metavar="DIR|HUB_ID|random:NAME", help="default: the demo draft with the demo target")
     add("--when", nargs="+", choices=WHEN, default=list(WHEN), help="default: all three")
     add("--tp", type=least(2), default=2, metavar="N", help="ranks; default %(default)s")
-    add("--device", metavar="cpu|cuda")
+    add("--device", metavar="cpu|cuda", help="default: CUDA where there is a GPU")
     return p
 
 

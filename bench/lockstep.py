@@ -23,18 +23,18 @@ SHAPES = ("0-1-1", "3-1-4", "4-4-16")
 
 def parser() -> Parser:
     """Options."""
-    p = Parser(prog="python -m bench.lockstep", allow_abbrev=False, description=__doc__)
+    p = Parser("python -m bench.lockstep", __doc__)
     add = p.add_argument
     add("--target", metavar="DIR|HUB_ID", help="default: the demo pair")
     add("--draft", metavar="DIR|HUB_ID|random:NAME", help="default: the demo draft with the demo target")
     add("--random", metavar="NAME|FILE", help="random weights of this architecture in place of --target")
-    add("--layers", type=least(1), metavar="N", help="with --random: as many layers")
+    add("--layers", type=least(1), metavar="N", help="with --random: so many layers only")
     add("--shapes", nargs="+", default=list(SHAPES), metavar="S-K-D", help="default: plain, a chain, a tree")
     add("--prompts", metavar="FILE", help="the prompt is how its texts begin; default: the demo's, or random ids")
     add("--context", type=least(2), default=100, metavar="N", help="prompt tokens at most; default %(default)s")
     add("--tokens", type=least(4), default=64, metavar="N", help="new tokens; default %(default)s")
     command.parallel_options(add)
-    add("--device", metavar="cpu|cuda")
+    add("--device", metavar="cpu|cuda", help="default: CUDA where there is a GPU")
     p.set_defaults(tp=2)
     return p
 

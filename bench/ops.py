@@ -134,10 +134,12 @@ class Recorder:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Options as given. Raises Refused."""
-    p = Parser(prog="python -m bench.ops", allow_abbrev=False, description=__doc__)
+    p = Parser("python -m bench.ops", __doc__)
     add = p.add_argument
     add("--random", metavar="NAME|FILE", help=f"the target's sizes; default {MODEL} on CUDA, the demo pair on the CPU")
-    add("--draft", metavar="random:NAME|none", help=f"default {DRAFT} with {MODEL}, else none")
+    add(
+        "--draft", metavar="random:NAME|none", help=f"a head of random weights; default {DRAFT} with {MODEL}, else none"
+    )
     add("--layers", type=least(1), metavar="N", help=f"of the target, to take turns over; default {LAYERS}")
     add("--small", action="store_true", help="the demo pair's sizes, on a GPU too")
     add(
@@ -145,9 +147,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     add("--context", type=least(2), default=512, metavar="N", help="committed positions; default %(default)s")
     add("--repeats", type=least(1), default=20, metavar="N", help="turns over all layers; default %(default)s")
-    add("--device", metavar="cpu|cuda|cuda:N")
-    add("--dtype", metavar="float32|float16|bfloat16")
-    add("--json", metavar="FILE", help="where the results go")
+    add("--device", metavar="cpu|cuda|cuda:N", help="default: CUDA where there is a GPU")
+    add("--dtype", metavar="float32|float16|bfloat16", help="default: bfloat16 on CUDA, float32 on the CPU")
+    add("--json", metavar="FILE", help="write the run there, as JSON")
     o = p.parse_args(argv)
     o.shapes = [Shape.parse(text) for text in o.shapes]
     if o.small and (o.random or o.draft or o.layers):

@@ -32,21 +32,26 @@ LIMIT = 3600  # seconds one engine may take
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Options as given. Raises Refused."""
-    p = Parser(prog="python -m bench.peers", allow_abbrev=False, description=__doc__.split("\n\n")[0])
+    p = Parser("python -m bench.peers", __doc__.split("\n\n")[0])
     add = p.add_argument
     add("--target", metavar="DIR|HUB_ID", help="default: the demo pair")
     add("--draft", metavar="DIR|HUB_ID|none", help="an EAGLE-3 head; default: the demo draft with the demo target")
-    add("--shape", default="3-1-4", metavar="S-K-D", help="of EAGLE-3 in every engine; default %(default)s")
+    add(
+        "--shape",
+        default="3-1-4",
+        metavar="S-K-D",
+        help="steps, topk, draft tokens in every engine; default %(default)s",
+    )
     add("--engines", nargs="+", choices=tuple(SCRIPTS), default=list(SCRIPTS), help="beside ours; default: all")
     add("--prompts", metavar="FILE", help="default: the demo's")
     add("--count", type=least(1), default=3, metavar="N", help="the first N prompts; default %(default)s")
     add("--context", type=least(2), default=512, metavar="N", help="most tokens of a prompt; default %(default)s")
     add("--new-tokens", type=least(4), default=48, metavar="N", help="for each prompt; default %(default)s")
     add("--repeats", type=least(1), default=3, metavar="N", help="of all prompts; default %(default)s")
-    add("--device", metavar="cpu|cuda")
-    add("--dtype", metavar="float32|float16|bfloat16")
+    add("--device", metavar="cpu|cuda", help="default: CUDA where there is a GPU")
+    add("--dtype", metavar="float32|float16|bfloat16", help="default: bfloat16 on CUDA, float32 on the CPU")
     add("--graphs", choices=("auto", "required", "off"), default="auto", help="of this engine; default %(default)s")
-    add("--json", metavar="FILE", help="where the results go")
+    add("--json", metavar="FILE", help="write the run there, as JSON")
     o = p.parse_args(argv)
     o.shape, o.random = Shape.parse(o.shape), None
     if o.shape == PLAIN:

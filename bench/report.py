@@ -199,7 +199,7 @@ them costs.</p>
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Options as given. Raises Refused."""
-    p = Parser(prog="python -m bench.report", allow_abbrev=False, description=__doc__)
+    p = Parser("python -m bench.report", __doc__)
     p.add_argument("results", nargs="+", metavar="RESULTS.json", help="kept runs, e.g. of verify_vs_draft and sweep")
     p.add_argument("--out", default="report.html", metavar="FILE.html", help="the page; default %(default)s")
     o = p.parse_args(argv)

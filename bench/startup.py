@@ -32,11 +32,16 @@ SHAPES = (PLAIN, Shape(1, 1, 2), DEFAULT_SHAPE, Shape(4, 4, 16))  # captured
 
 def parser() -> Parser:
     """Options."""
-    p = Parser(prog="python -m bench.startup", allow_abbrev=False, description=__doc__)
+    p = Parser("python -m bench.startup", __doc__)
     add = p.add_argument
-    add("--random", default="qwen3-30b-a3b", metavar="NAME|FILE", help="default %(default)s")
-    add("--draft", default="random:qwen3-30b-a3b-eagle3", metavar="random:NAME|none", help="default %(default)s")
-    add("--layers", type=least(1), metavar="N", help="as many layers")
+    add("--random", default="qwen3-30b-a3b", metavar="NAME|FILE", help="the architecture; default %(default)s")
+    add(
+        "--draft",
+        default="random:qwen3-30b-a3b-eagle3",
+        metavar="random:NAME|none",
+        help="its head, random weights; default %(default)s",
+    )
+    add("--layers", type=least(1), metavar="N", help="so many layers only")
     add("--folder", default="/dev/shm", metavar="DIR", help="a checkpoint is written below it; default %(default)s")
     add("--starts", type=least(1), default=2, metavar="N", help="the last one's figures count; default %(default)s")
     command.parallel_options(add)

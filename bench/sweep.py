@@ -28,13 +28,17 @@ from .verdict import SYNTHETIC, against, best, by_class, figures, recommendation
 
 def parser() -> Parser:
     """Options."""
-    p = Parser(prog="python -m bench.sweep", allow_abbrev=False, description=__doc__)
+    p = Parser("python -m bench.sweep", __doc__)
     add = p.add_argument
     add("--target", metavar="DIR|HUB_ID", help="default: the demo pair")
     add("--draft", metavar="DIR|HUB_ID|random:NAME", help="default: the demo draft with the demo target")
     add("--random", metavar="NAME|FILE", help="random weights of this architecture in place of --target")
-    add("--layers", type=least(1), metavar="N", help="with --random: as many layers")
-    add("--capture-layers", metavar="boundary:A,B,C|output:A,B,C", help="overrides the draft's config")
+    add("--layers", type=least(1), metavar="N", help="with --random: so many layers only")
+    add(
+        "--capture-layers",
+        metavar="boundary:A,B,C|output:A,B,C",
+        help="layers that feed the draft, in place of its config's",
+    )
     add("--grid", nargs="+", metavar="S-K-D", help=f"shapes; default {' '.join(map(str, GRID))}")
     add(
         "--steps",
@@ -43,18 +47,27 @@ def parser() -> Parser:
         metavar="S",
         help="with --topk and --draft-tokens: all shapes of the product",
     )
-    add("--topk", nargs="+", type=least(1), metavar="K")
-    add("--draft-tokens", nargs="+", type=least(2), metavar="D")
+    add("--topk", nargs="+", type=least(1), metavar="K", help="candidates a draft pass")
+    add("--draft-tokens", nargs="+", type=least(2), metavar="D", help="nodes verified, the root counted")
     add("--prompts", metavar="FILE", help="*.jsonl: prompt | token_ids | messages; default: the demo's, or random ids")
     add("--count", type=least(1), default=5, metavar="N", help="the first N prompts; default %(default)s")
     add("--context", type=least(2), default=512, metavar="N", help="most tokens of a prompt; default %(default)s")
     add("--new-tokens", type=least(4), default=48, metavar="N", help="for each prompt; default %(default)s")
-    add("--rounds", type=least(1), default=3, metavar="N", help="default %(default)s")
     add(
-        "--accept-length", type=number, metavar="X", help="SYNTHETIC: every shape keeps X tokens a cycle, bonus counted"
+        "--rounds", type=least(1), default=3, metavar="N", help="turns over all shapes and prompts; default %(default)s"
     )
     add(
-        "--accept-rates", nargs="+", type=number, metavar="R", help="SYNTHETIC: share of cycles that keep token 1, 2, …"
+        "--accept-length",
+        type=number,
+        metavar="X",
+        help="made-up acceptance: every shape keeps X tokens a cycle, the bonus token counted",
+    )
+    add(
+        "--accept-rates",
+        nargs="+",
+        type=number,
+        metavar="R",
+        help="made-up acceptance: share of cycles that keep draft token 1, 2, …",
     )
     add("--baseline", metavar="FILE", help="compare with a kept sweep; refused where its settings differ")
     command.device_options(add)

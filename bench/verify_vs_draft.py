@@ -37,17 +37,34 @@ TOKENS = {"cuda": 384, "cpu": 32}
 
 def parser() -> Parser:
     """Options."""
-    p = Parser(prog="python -m bench.verify_vs_draft", allow_abbrev=False, description=__doc__)
+    p = Parser("python -m bench.verify_vs_draft", __doc__)
     add = p.add_argument
     add("--target", metavar="DIR|HUB_ID", help="default: the demo pair")
     add(
         "--draft", metavar="DIR|HUB_ID|random:NAME|none", help="default: the demo draft with the demo target, else none"
     )
     add("--random", metavar="NAME|FILE", help="random weights of this architecture in place of --target")
-    add("--layers", type=least(1), metavar="N", help="with --random: as many layers")
-    add("--capture-layers", metavar="boundary:A,B,C|output:A,B,C", help="overrides the draft's config")
-    add("--shapes", nargs="*", default=["3-1-4"], metavar="S-K-D", help="default: 3-1-4")
-    add("--rows", nargs="*", type=least(1), default=[*range(1, 17)], metavar="N", help="chains; default: 1 to 16")
+    add("--layers", type=least(1), metavar="N", help="with --random: so many layers only")
+    add(
+        "--capture-layers",
+        metavar="boundary:A,B,C|output:A,B,C",
+        help="layers that feed the draft, in place of its config's",
+    )
+    add(
+        "--shapes",
+        nargs="*",
+        default=["3-1-4"],
+        metavar="S-K-D",
+        help="shapes (steps, topk, draft tokens); default: 3-1-4",
+    )
+    add(
+        "--rows",
+        nargs="*",
+        type=least(1),
+        default=[*range(1, 17)],
+        metavar="N",
+        help="chains that verify so many rows; default: 1 to 16",
+    )
     add(
         "--routing",
         metavar="text|independent|repeated|overlap:SHARE",
@@ -59,10 +76,15 @@ def parser() -> Parser:
     add("--context", type=least(2), default=512, metavar="N", help="most prompt tokens; default %(default)s")
     add("--batch", type=least(1), default=1, metavar="N", help="requests at once; default %(default)s")
     add("--tokens", type=least(4), metavar="N", help="new tokens of each run; default 384 on CUDA, 32 on the CPU")
-    add("--rounds", type=least(1), default=3, metavar="N", help="of all shapes in turn; default %(default)s")
+    add("--rounds", type=least(1), default=3, metavar="N", help="turns over all shapes; default %(default)s")
     add("--repeats", type=least(1), default=20, metavar="N", help="of each stage alone; default %(default)s")
-    add("--inject-spin", type=number, metavar="MS", help="make a stage slower by so much: a test of the clock")
-    add("--inject-stage", choices=("verify", "draft"), default="verify", help="which; default %(default)s")
+    add(
+        "--inject-spin",
+        type=number,
+        metavar="MS",
+        help="make a stage slower by so many milliseconds: a test of the clock",
+    )
+    add("--inject-stage", choices=("verify", "draft"), default="verify", help="which stage; default %(default)s")
     command.parallel_options(add)
     command.device_options(add)
     return p

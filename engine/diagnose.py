@@ -25,7 +25,7 @@ LOST = 0.05  # agreement under which no reading can be called right
 
 def parser() -> Parser:
     """Every option."""
-    p = Parser(prog="python -m engine.diagnose", allow_abbrev=False, description=__doc__)
+    p = Parser("python -m engine.diagnose", __doc__)
     add = p.add_argument
     add("--target", metavar="DIR|HUB_ID", help="default: the demo pair")
     add("--draft", metavar="DIR|HUB_ID", help="an EAGLE-3 head; default: the demo draft with the demo target")

@@ -33,12 +33,16 @@ from .tp import launched
 
 def parser() -> Parser:
     """Every option."""
-    p = Parser(prog="python -m engine.dump", allow_abbrev=False, description=__doc__)
+    p = Parser("python -m engine.dump", __doc__)
     add = p.add_argument
     add("--target", required=True, metavar="DIR|HUB_ID", help="the target")
     add("--prompts", required=True, metavar="FILE", help="*.jsonl, ids in *.bin[.xz], or one text")
     add("--out", required=True, metavar="DIR", help="where the dump goes, or goes on")
-    add("--capture-layers", metavar="boundary:A,B,C|output:A,B,C", help="default: the usual three")
+    add(
+        "--capture-layers",
+        metavar="boundary:A,B,C|output:A,B,C",
+        help="layers that are dumped; default: an early, a middle and a late one",
+    )
     add("--length", type=least(2), metavar="N", help="most tokens of a sequence; default 2048, or the target's context")
     add("--shard-tokens", type=least(1), default=16384, metavar="N", help="tokens of a shard; default %(default)s")
     add("--tp", type=least(1), default=1, metavar="N", help="ranks, a GPU each; default %(default)s")

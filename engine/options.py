@@ -2,6 +2,7 @@
 engine's name is answered with ours."""
 
 import argparse
+import re
 from pathlib import Path
 
 from weights.config import Refused
@@ -70,7 +71,12 @@ FOREIGN = {
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that raises Refused instead of leaving the process."""
+    """argparse that raises Refused instead of leaving the process, and takes no option by its beginning alone. A
+    module's docstring describes its command without the name, which stands in the line above."""
+
+    def __init__(self, prog, description):
+        said = re.sub(r"^`python -m [^`]*`:? ", "", description)
+        super().__init__(prog=prog, allow_abbrev=False, description=said[0].upper() + said[1:])
 
     def error(self, message):
         raise Refused(message.removeprefix("argument "))
@@ -97,37 +103,69 @@ def number(text: str) -> float:
 
 def parser() -> Parser:
     """Every option, in the order of the README."""
-    p = Parser(prog="python -m engine.generate", allow_abbrev=False, description=DESCRIPTION)
+    p = Parser("python -m engine.generate", DESCRIPTION)
     add = p.add_argument
     add("prompt", nargs="?", metavar="PROMPT", help="the prompt, a text")
-    add("--prompt-file", metavar="FILE", help="*.jsonl: prompt | token_ids | messages, optional seed; else one text")
+    add("--prompt-file", metavar="FILE", help="*.jsonl: a line each with prompt, token_ids or messages; else one text")
     add("--chat", action="store_true", help="apply the chat template to text prompts")
     add("--target", metavar="DIR|HUB_ID", help="default: the bundled demo target")
     add(
         "--draft", metavar="DIR|HUB_ID|random:NAME|none", help="default: the demo draft with the demo target, else none"
     )
     add("--random", metavar="NAME|CONFIG.json", help="random weights of that architecture in place of a target")
-    add("--layers", type=least(1), metavar="N", help="with --random: as many layers")
-    add("--capture-layers", metavar="boundary:A,B,C|output:A,B,C", help="overrides the draft's config")
+    add("--layers", type=least(1), metavar="N", help="with --random: so many layers only")
+    add(
+        "--capture-layers",
+        metavar="boundary:A,B,C|output:A,B,C",
+        help="layers that feed the draft, in place of its config's",
+    )
     add("--steps", type=least(0), metavar="S", help="draft passes a cycle; default 3; 0 is plain decoding")
     add("--topk", type=least(1), metavar="K", help="candidates a draft pass; default 1, a chain")
-    add("--draft-tokens", type=least(1), metavar="D", help="nodes verified, the root counted; default 1 + steps * topk")
-    add("--shape", metavar="auto", help="before each cycle the shape of most expected tokens per second, plain or not")
-    add("--max-new-tokens", type=least(0), default=Sampling.max_new_tokens, metavar="N", help="default %(default)s")
+    nodes = "nodes verified, the root counted; default 1 + steps * topk, 64 at most"
+    add("--draft-tokens", type=least(1), metavar="D", help=nodes)
+    add("--shape", metavar="auto", help="choose before each cycle the shape of most expected tokens per second")
+    add(
+        "--max-new-tokens",
+        type=least(0),
+        default=Sampling.max_new_tokens,
+        metavar="N",
+        help="of each answer; default %(default)s",
+    )
     add("--stop", action="append", default=[], metavar="STR", help="end the text before STR; repeatable")
     add("--stop-id", action="append", default=[], type=least(0), metavar="N", help="end with token N; repeatable")
     add("--ignore-eos", action="store_true", help="the checkpoint's own end tokens do not end the text")
     add("--temperature", type=number, metavar="T", help="draw from softmax(logits / T); default 0, greedy")
     add("--top-k", type=least(0), metavar="N", help="draw from the N likeliest tokens; default 0, all")
-    add("--top-p", type=number, metavar="P", help="from the fewest of those that hold P; default 1, all")
-    add("--min-p", type=number, metavar="P", help="from those at least P times as likely as the first; default 0, all")
-    add("--seed", type=least(0), metavar="N", help="of the draws; default 0, a prompt's own seed counts first")
+    add("--top-p", type=number, metavar="P", help="of those, from the likeliest that together reach P; default 1, all")
+    add("--min-p", type=number, metavar="P", help="and at least P times as likely as the likeliest; default 0, all")
+    add("--seed", type=least(0), metavar="N", help="of the draws; default 0; a prompt's own in the file comes first")
     add("--logprobs", type=least(0), metavar="N", help="each token's log-probability and the N greatest, in --stats")
     add("--batch", type=least(1), default=1, metavar="N", help="prompts at once; default %(default)s")
-    add("--max-context", type=least(2), metavar="N", help="positions of a prompt and its answer; default: the model's")
-    add("--pages", type=least(2), metavar="N", help="pages of the cache; default: enough for --batch full contexts")
-    add("--page-size", type=least(1), default=Options.page_size, metavar="N", help="rows a page; default %(default)s")
-    add("--prefill-chunk", type=least(1), metavar="N", help="prompt rows a pass; default: 8192 on one GPU, else 512")
+    add(
+        "--max-context",
+        type=least(2),
+        metavar="N",
+        help="positions of a prompt and its answer; default: the model's, 8192 at most",
+    )
+    add(
+        "--pages",
+        type=least(2),
+        metavar="N",
+        help="pages of the cache; default: enough for --batch requests of --max-context",
+    )
+    add(
+        "--page-size",
+        type=least(1),
+        default=Options.page_size,
+        metavar="N",
+        help="positions a page; default %(default)s",
+    )
+    add(
+        "--prefill-chunk",
+        type=least(1),
+        metavar="N",
+        help="prompt tokens a pass; default: 8192 on one GPU with room for it, else 512",
+    )
     add(
         "--no-prefix-cache",
         action="store_true",
@@ -135,20 +173,43 @@ def parser() -> Parser:
     )
     add("--device", metavar="cpu|cuda|cuda:N", help="default: CUDA where there is a GPU")
     add("--dtype", choices=tuple(DTYPES), help="default: bfloat16 on CUDA, float32 on the CPU")
-    add("--graphs", choices=MODES, default="auto", help="CUDA graphs; default %(default)s")
+    add(
+        "--graphs",
+        choices=MODES,
+        default="auto",
+        help="capture cycles as CUDA graphs; required: or be refused; default %(default)s",
+    )
     add(
         "--tp",
         type=least(1),
         metavar="N",
         help="ranks, a GPU each; default 1, under torchrun all that it started",
     )
-    add("--expert-parallel", action="store_true", help="whole experts to each rank; default: each has its width of all")
-    add("--draft-tp", choices=DRAFT_TP, default="auto", help="the draft over ranks; default: whichever is faster")
-    add("--tp-slice", type=least(2), metavar="N", help="with --random: one rank's share of N, collectives left out")
-    add("--no-check", action="store_true", help="do not measure what an ambiguous head leaves open")
+    add(
+        "--expert-parallel",
+        action="store_true",
+        help="deal out whole experts to the ranks; default: every expert is cut by its width",
+    )
+    add(
+        "--draft-tp",
+        choices=DRAFT_TP,
+        default="auto",
+        help="the draft cut over the ranks or whole on each; default: whichever is faster",
+    )
+    add(
+        "--tp-slice",
+        type=least(2),
+        metavar="N",
+        help="with --random: what one rank of N computes, alone, its collectives left out",
+    )
+    add(
+        "--no-check",
+        action="store_true",
+        help="read an ambiguous head as most servers do, without measuring which reading is right",
+    )
     add("--compare", action="store_true", help="decode plainly, then with speculation, and print the speed-up")
-    add("--profile", action="store_true", help="time the stages of every cycle by stamps of the device's clock")
-    add("--stats", metavar="FILE.json", help="write the statistics of the run")
+    add("--profile", action="store_true", help="time the stages of every cycle: draft, verify, accept, commit")
+    add("--stats", metavar="FILE.json", help="write the statistics of the run there")
     return p
 
 
