@@ -134,18 +134,8 @@ def parser():
     )
     add("--heldout", metavar="FILE", help="default: heldout.bin.xz beside the corpus, else its last 2 %%")
     add("--out", required=True, metavar="DIR", help="where the head goes")
-    add(
-        "--capture-layers",
-        metavar="boundary:A,B,C|output:A,B,C",
-        help="layers that feed the head; default: an early, a middle and a late one",
-    )
-    add(
-        "--draft-vocab",
-        type=least(1),
-        default=2048,
-        metavar="N",
-        help="ids that the head can name, the most frequent; default %(default)s",
-    )
+    add("--capture-layers", metavar="boundary:A,B,C|output:A,B,C", help="layers that feed the head; default: three")
+    add("--draft-vocab", type=least(1), default=2048, metavar="N", help="ids that it can name; default %(default)s")
     add("--intermediate", type=least(1), default=512, metavar="N", help="width of the MLP; default %(default)s")
     add("--steps", type=least(1), metavar="N", help="train that many steps")
     add("--minutes", type=number, metavar="M", help="train that long instead; generation and evaluation not counted")
@@ -153,26 +143,10 @@ def parser():
     add("--length", type=least(8), default=512, metavar="L", help="tokens of a window; default %(default)s")
     add("--ttt", type=least(1), default=6, metavar="N", help="draft passes unrolled in training; default %(default)s")
     add("--lr", type=number, default=2e-3, metavar="R", help="peak learning rate; default %(default)s")
-    add(
-        "--sharpen",
-        type=number,
-        default=1.0,
-        metavar="F",
-        help="factor on the target's logits, which are what is learned; default %(default)s",
-    )
-    add(
-        "--self-generated",
-        type=number,
-        default=0.0,
-        metavar="SHARE",
-        help="share of windows whose text the target itself writes; default %(default)s",
-    )
-    add(
-        "--windows",
-        type=least(1),
-        metavar="N",
-        help=f"how many windows the target writes before training; default {OWN}",
-    )
+    add("--sharpen", type=number, default=1.0, metavar="F", help="factor on the target's logits; default %(default)s")
+    own = "share of windows whose text the target itself writes; default %(default)s"
+    add("--self-generated", type=number, default=0.0, metavar="SHARE", help=own)
+    add("--windows", type=least(1), metavar="N", help=f"that the target writes, before training; default {OWN}")
     add("--seed", type=least(0), default=0, metavar="N", help="of weights and windows; default %(default)s")
     add("--device", metavar="cpu|cuda|cuda:N", help="default: CUDA where there is a GPU")
     add("--resume", action="store_true", help="go on with the interrupted run in --out")
