@@ -21,7 +21,8 @@ from kernels.attention import causal_bits
 from weights.config import Refused
 
 from . import bandwidth, command, results, stages
-from .ops import Call, timed
+from .ops import timed
+from .recorder import Call
 from .results import Figure
 from .traffic import Routed
 

@@ -24,7 +24,8 @@ from weights.config import Refused
 from weights.formats import Dense, DenseExperts, format_of
 
 from . import bandwidth, command, results
-from .ops import Call, timed
+from .ops import timed
+from .recorder import Call
 from .results import Figure, Workload
 
 MODEL, LAYERS, ROWS = "kimi-k2.5", 8, (1, 4, 8)

@@ -1,5 +1,6 @@
 """What every test shares: `gpu` needs a CUDA device, `interpreter` a run of its own; torch keeps to one thread."""
 
+import json
 import os
 
 import pytest
@@ -39,3 +40,34 @@ def nan_memory():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory):
+    """Toy checkpoints that a file of tests may add to."""
+    return Toys(tmp_path_factory.mktemp("toys"))
+
+
+@pytest.fixture(scope="module")
+def pair(kit):
+    """MAP target with a tokenizer, and its always-right draft."""
+    from served import SMALL, spell  # transformers takes a while to import
+
+    target = kit.map()
+    spell(target)
+    return ["--target", target, "--draft", kit.map_draft(), *SMALL]
+
+
+@pytest.fixture
+def cli(capsys, tmp_path):
+    """Runs the command; gives exit code, stdout, stderr and the statistics (None where none were written)."""
+
+    from engine.generate import main
+
+    def run(*argv):
+        stats = tmp_path / "stats.json"
+        code = main([*map(str, argv), *([] if "--stats" in argv else ["--stats", str(stats)])])
+        out, err = capsys.readouterr()
+        return code, out, err, json.loads(stats.read_text()) if stats.exists() else None
+
+    return run

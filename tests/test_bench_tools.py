@@ -9,7 +9,7 @@ import torch
 from packers import FP8
 from toys import target_config
 
-from bench import accept, chain, classes, experts, ops, peers, reading, report, results
+from bench import accept, chain, classes, experts, ops, reading, recorder, report, results
 from bench.oracle import random_prompt
 from bench.results import Figure, Workload
 from engine import Engine, Shape
@@ -246,68 +246,16 @@ def test_bytes_of_a_call():
     x, ids = torch.zeros(2, 8), torch.tensor([[0, 1], [1, 2]])
     experts = x, ids, torch.zeros(2, 2), torch.zeros(10, 6, 8), torch.zeros(10, 8, 3), "silu", None
     own = x.nbytes + ids.nbytes + 16
-    assert ops.traffic("experts", experts, x) == own + x.nbytes + 3 * (48 + 24) * 4
+    assert recorder.traffic("experts", experts, x) == own + x.nbytes + 3 * (48 + 24) * 4
     plane, q = torch.zeros(1000, 2, 4), torch.zeros(3, 2, 4)
     prefix = torch.tensor([50])
     args = q, plane, plane, torch.zeros(1, 99, dtype=torch.int32), prefix, None, 16, 0.5
-    assert ops.traffic("attention", args, q) == 2 * q.nbytes + prefix.nbytes + 2 * 53 * 32
-    assert ops.traffic("attention", (*args, 20), q) == 2 * q.nbytes + prefix.nbytes + 2 * 23 * 32
-    assert ops.traffic("embed", (torch.tensor([1, 2]), torch.zeros(10, 4)), q[:2, 0]) == 16 + 2 * 16 + 2 * 16
+    assert recorder.traffic("attention", args, q) == 2 * q.nbytes + prefix.nbytes + 2 * 53 * 32
+    assert recorder.traffic("attention", (*args, 20), q) == 2 * q.nbytes + prefix.nbytes + 2 * 23 * 32
+    assert recorder.traffic("embed", (torch.tensor([1, 2]), torch.zeros(10, 4)), q[:2, 0]) == 16 + 2 * 16 + 2 * 16
     stacks = [torch.zeros(10, *sizes, dtype=torch.uint8) for sizes in ((6, 4), (6, 1), (8, 2), (8, 1))]
     packed = x, ids, torch.zeros(2, 2), *stacks, "silu", None
-    assert ops.traffic("experts_int4", packed, x) == own + x.nbytes + 3 * (24 + 6 + 16 + 8)
+    assert recorder.traffic("experts_int4", packed, x) == own + x.nbytes + 3 * (24 + 6 + 16 + 8)
     latents, up = torch.zeros(1000, 1, 6), torch.zeros(2, 4, 4)
-    seen = ops.traffic("mla_attention", (q, latents, up, args[3], prefix, None, 16, 0.5), q)
+    seen = recorder.traffic("mla_attention", (q, latents, up, args[3], prefix, None, 16, 0.5), q)
     assert seen == 2 * q.nbytes + up.nbytes + prefix.nbytes + 53 * 24
-
-
-JOB = {"target": "t", "draft": None, "prompts": [[1, 2]], "new_tokens": 4, "repeats": 1, "device": "cpu"}
-
-
-def test_peers_that_are_not_there_are_named(monkeypatch):
-    """None of them can import this repository's `kernels`. Mutants: its path left in; a failure taken for absence."""
-    seen = "answer(absent=str(importlib.util.find_spec('kernels')))"
-    monkeypatch.setenv("PYTHONPATH", str(results.ROOT))
-    monkeypatch.setitem(peers.SCRIPTS, "vllm", seen)
-    assert peers.peer("vllm", JOB) == {"absent": "None"}
-    monkeypatch.setitem(peers.SCRIPTS, "vllm", "need('no_such_package')")
-    assert peers.peer("vllm", JOB) == {"absent": "not installed"}
-    monkeypatch.setitem(peers.SCRIPTS, "vllm", "raise ValueError('broken')")
-    assert "failed with exit code 1: ValueError: broken" in peers.peer("vllm", JOB)["absent"]
-
-
-def test_the_table_of_peers():
-    """Mutants: a mean; an engine that gave other ids called the same."""
-    answers = {
-        ("ours", "plain"): {"speeds": [1.0, 50.0, 60.0], "ids": [[1], [2]]},
-        ("vllm", "plain"): {"speeds": [40.0], "ids": [[1], [3]], "version": "0.1"},
-        ("sglang", "eagle3"): {"absent": "not installed"},
-    }
-    text = "\n".join(peers.lines(answers, [[1], [2]]))
-    assert "50.0" in text and "20.00" in text and "vllm 0.1" in text and "50 %" in text and "not installed" in text
-    assert [f.name for f in peers.figures(answers, [[1], [2]])] == [
-        "tokens_per_second.ours.plain",
-        "tokens_per_second.vllm.plain",
-    ]
-
-
-def test_transformers_does_the_same_job(tmp_path):
-    """Mutant: prompts or counts that differ from ours."""
-    o = peers.parse(
-        ["--draft", "none", "--engines", "transformers", "--count", "1", "--context", "16", "--new-tokens", "6"]
-    )
-    assert o.draft is None and o.shape == Shape(3, 1, 4)
-    o.device, o.repeats = "cpu", 1
-    said = peers.run(o, "x")
-    assert (
-        len(said) == 4
-        and said[2].startswith("ours")
-        and said[3].startswith("transformers 5")
-        and said[3].endswith("100 %")
-    )
-
-
-def test_the_scripts_are_python():
-    """Mutant: a script that only the machine that has its engine finds broken."""
-    for name, script in peers.SCRIPTS.items():
-        compile(peers.COMMON + script, name, "exec")

@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from test_cycle import NoHost
+from test_cycle_program import NoHost
 from torch._subclasses.fake_tensor import FakeTensorMode
 from toys import NEXT, V, follow, pair
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from ngram import NGram, emitted
 from oracles import Transformers
-from test_cycle import NoHost
+from test_cycle_program import NoHost
 from test_ends import pages_add_up
 from test_text import byte_level, saved
 from torch.testing import assert_close
