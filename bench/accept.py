@@ -9,6 +9,11 @@ import argparse
 import sys
 import time
 
+from engine import interrupt
+
+if __name__ == "__main__":  # before what takes long to import
+    sys.exit(interrupt.start(__spec__.name))
+
 import torch
 from tqdm import tqdm
 
@@ -128,7 +133,3 @@ def run(o, command: str) -> list[Figure]:
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     return command.main("bench.accept", parse, run, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,10 +10,15 @@ import sys
 import time
 from dataclasses import dataclass
 
+from engine import interrupt
+
+if __name__ == "__main__":  # before what takes long to import
+    sys.exit(interrupt.start(__spec__.name))
+
 import torch
 from tqdm import tqdm
 
-from engine import Engine, interrupt
+from engine import Engine
 from engine.auto import AUTO
 from engine.compare import Taken, turns
 from engine.options import DEMO, Parser, least
@@ -230,7 +235,3 @@ def judged(argv: list[str]) -> int:
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code, 1 where it was interrupted."""
     return interrupt.command(lambda _: judged(sys.argv[1:] if argv is None else argv))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

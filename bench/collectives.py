@@ -9,6 +9,11 @@ import statistics
 import sys
 import time
 
+from engine import interrupt
+
+if __name__ == "__main__":  # before what takes long to import
+    sys.exit(interrupt.start(__spec__.name))
+
 import torch
 import torch.distributed as dist
 
@@ -195,7 +200,3 @@ def verdict(o, table: dict) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     return command.main("bench.collectives", parse, run, argv, ranks=False)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,6 +6,11 @@ import math
 import sys
 from collections.abc import Mapping
 
+from engine import interrupt
+
+if __name__ == "__main__":  # before what takes long to import
+    sys.exit(interrupt.start(__spec__.name))
+
 from engine.cost import CostTable, table_of
 from engine.options import Parser
 from engine.shape import PLAIN, Shape
@@ -97,7 +102,3 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

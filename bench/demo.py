@@ -9,10 +9,14 @@ import subprocess
 import sys
 import time
 
+from engine import interrupt
+
+if __name__ == "__main__":  # before what takes long to import
+    sys.exit(interrupt.start(__spec__.name))
+
 import torch
 from tqdm import tqdm
 
-from engine import interrupt
 from engine.decoding import Quiet, decode
 from engine.device import device_of
 from engine.engine import Engine
@@ -280,7 +284,3 @@ def judged(argv: list[str]) -> int:
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code, 1 where it was interrupted."""
     return interrupt.command(lambda _: judged(sys.argv[1:] if argv is None else argv))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,6 +9,11 @@ import argparse
 import sys
 from dataclasses import dataclass
 
+from engine import interrupt
+
+if __name__ == "__main__":  # before what takes long to import
+    sys.exit(interrupt.start(__spec__.name))
+
 import torch
 from tqdm import tqdm
 
@@ -157,7 +162,3 @@ def run(o, typed: str) -> list[Figure]:
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     return command.main("bench.experts", parse, run, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,6 +9,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from engine import interrupt
+
+if __name__ == "__main__":  # before what takes long to import
+    sys.exit(interrupt.start(__spec__.name))
+
 import torch
 
 from engine import Engine, Sampling, spawn
@@ -105,7 +110,3 @@ class Late(command.Failed):
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     return command.main("bench.failures", parse, run, argv, ranks=False)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

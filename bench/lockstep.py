@@ -7,6 +7,11 @@ the ids and logits of plain decoding (CUDA, bf16: to the bit). Exit codes: 0; 1 
 import argparse
 import sys
 
+from engine import interrupt
+
+if __name__ == "__main__":  # before what takes long to import
+    sys.exit(interrupt.start(__spec__.name))
+
 import torch
 
 from engine import Engine, Sampling, Shape, spawn
@@ -115,7 +120,3 @@ def run(o, typed: str) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     return command.main("bench.lockstep", parse, run, argv, ranks=False)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

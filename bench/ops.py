@@ -11,6 +11,11 @@ import statistics
 import sys
 import time
 
+from engine import interrupt
+
+if __name__ == "__main__":  # before what takes long to import
+    sys.exit(interrupt.start(__spec__.name))
+
 import torch
 from tqdm import tqdm
 
@@ -200,7 +205,3 @@ def run(o, command: str) -> list[Figure]:
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     return command.main("bench.ops", parse, run, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,6 +13,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+from engine import interrupt
+
+if __name__ == "__main__":  # before what takes long to import
+    sys.exit(interrupt.start(__spec__.name))
+
 import torch
 from tqdm import tqdm
 
@@ -174,7 +179,3 @@ def run(o, command: str) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     return command.main("bench.peers", parse, run, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,6 +8,11 @@ import re
 import sys
 from pathlib import Path
 
+from engine import interrupt
+
+if __name__ == "__main__":  # before what takes long to import
+    sys.exit(interrupt.start(__spec__.name))
+
 from engine.options import Parser
 from weights.config import Refused
 
@@ -227,7 +232,3 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     print(f"{out}: {out.stat().st_size / 1e6:.1f} MB, {len(runs)} runs")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,6 +8,11 @@ import shutil
 import sys
 from pathlib import Path
 
+from engine import interrupt
+
+if __name__ == "__main__":  # before what takes long to import
+    sys.exit(interrupt.start(__spec__.name))
+
 import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
@@ -146,7 +151,3 @@ def run(o, typed: str) -> list[Figure]:
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     return command.main("bench.startup", parse, run, argv, ranks=False)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

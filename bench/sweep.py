@@ -9,6 +9,11 @@ import argparse
 import itertools
 import sys
 
+from engine import interrupt
+
+if __name__ == "__main__":  # before what takes long to import
+    sys.exit(interrupt.start(__spec__.name))
+
 import torch
 from tqdm import tqdm
 
@@ -220,7 +225,3 @@ def usable(o, engine: Engine) -> None:
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     return command.main("bench.sweep", parse, run, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

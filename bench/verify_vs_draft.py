@@ -8,6 +8,11 @@ import argparse
 import re
 import sys
 
+from engine import interrupt
+
+if __name__ == "__main__":  # before what takes long to import
+    sys.exit(interrupt.start(__spec__.name))
+
 import torch
 from tqdm import tqdm
 
@@ -277,7 +282,3 @@ def run(o, command: str) -> list[Figure]:
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     return command.main("bench.verify_vs_draft", parse, run, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

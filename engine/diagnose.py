@@ -5,13 +5,18 @@ Exit codes: 0; 3 where another reading is clearly better than the one in force; 
 import argparse
 import sys
 
+from . import interrupt
+
+if __name__ == "__main__":  # before what takes long to import
+    sys.exit(interrupt.start(__spec__.name))
+
 import torch
 from tqdm import tqdm
 
 from weights.capture import FINAL
 from weights.config import Refused
 
-from . import interrupt, prompts
+from . import prompts
 from .device import DTYPES
 from .engine import Engine
 from .launch import guarded
@@ -157,7 +162,3 @@ def command(argv: list[str]) -> int:
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code, 1 where it was interrupted."""
     return interrupt.command(lambda _: command(sys.argv[1:] if argv is None else argv))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

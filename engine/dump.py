@@ -10,6 +10,11 @@ import sys
 from array import array
 from pathlib import Path
 
+from . import interrupt
+
+if __name__ == "__main__":  # before what takes long to import
+    sys.exit(interrupt.start(__spec__.name))
+
 import torch
 from tqdm import tqdm
 
@@ -17,7 +22,7 @@ from weights.capture import boundaries, usual
 from weights.config import Refused
 from weights.dump import Plan, Sequence, Writer
 
-from . import interrupt, prompts
+from . import prompts
 from .device import DTYPES, device_of, dtype_of
 from .engine import Engine
 from .forced import Teacher
@@ -208,7 +213,3 @@ def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code, 1 where it was interrupted."""
     own = sys.argv[1:] if argv is None else argv
     return interrupt.command(lambda _: command(own), "interrupted; the same command goes on")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,6 +2,7 @@
 reference's callback or a library's own it is printed and forgotten."""
 
 import contextlib
+import importlib
 import os
 import signal
 import sys
@@ -23,6 +24,19 @@ def command(body, said="interrupted"):
     except BrokenPipeError:  # what is still buffered has nowhere to go
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def start(name):
+    """The exit code of main() of the module `name`, for `python -m name`, which calls this before it imports anything
+    that takes long: torch's import forgets a Ctrl-C, and is broken then; one that comes meanwhile ends the command as
+    soon as all is imported."""
+
+    def body(stop):
+        with stop.later():
+            module = importlib.import_module(name)
+        return module.main()
+
+    return command(body)
 
 
 class Interruptions:

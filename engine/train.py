@@ -11,12 +11,16 @@ import sys
 import time
 from pathlib import Path
 
+from . import interrupt
+
+if __name__ == "__main__":  # before what takes long to import
+    sys.exit(interrupt.start(__spec__.name))
+
 import torch
 
 from weights.config import Eagle3Config, Refused
 from weights.deepseek import language
 
-from . import interrupt
 from .device import device_of
 from .forced import PAGE
 from .lessons import FromDump, FromText
@@ -294,7 +298,3 @@ def command(argv):
 def main(argv=None):
     """The command line; returns the exit code, 1 where it was interrupted."""
     return interrupt.command(lambda _: command(sys.argv[1:] if argv is None else argv))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

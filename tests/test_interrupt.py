@@ -1,5 +1,6 @@
 """Ctrl-C of every command, wherever it comes: one line, exit code 1, what has come on stdout."""
 
+import ast
 import ctypes
 import importlib
 import os
@@ -11,6 +12,7 @@ import weakref
 from pathlib import Path
 
 import pytest
+from test_help import COMMANDS, FILES
 from test_streaming import TALE, characters
 from test_text import saved
 from toys import cycle_of, follow
@@ -167,7 +169,8 @@ def test_a_second_ctrl_c_ends_at_once(attended):
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "0\n", "")
 
 
-def test_ctrl_c_while_libraries_are_imported(attended):
+@pytest.mark.parametrize("name", ["engine.generate", "engine.train", "bench.accept"])
+def test_ctrl_c_while_libraries_are_imported(name, attended):
     """Torch's import forgets it, as its import of numpy does. Mutants: a handler that comes after the imports, or that
     raises among them."""
     script = """if True:
@@ -182,11 +185,25 @@ def test_ctrl_c_while_libraries_are_imported(attended):
                     print("raised")
 
         sys.meta_path.insert(0, Forgetting())
-        sys.argv = ["generate", "--device", "cpu", "x"]
-        runpy.run_module("engine.generate", run_name="__main__", alter_sys=True)
+        sys.argv = [sys.argv[1], "--device", "cpu", "x"]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script, name], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "error: interrupted\n")
+
+
+@pytest.mark.parametrize("path", FILES, ids=COMMANDS)
+def test_every_command_takes_ctrl_c_before_its_imports(path):
+    """Above the line that starts it there are only the standard library and what that line calls. Mutants: torch
+    imported above it; a command that starts otherwise."""
+    if path.stem == "generate":
+        return  # it imports nothing else
+    body = ast.parse(path.read_text()).body
+    at = next(number for number, node in enumerate(body) if isinstance(node, ast.If))
+    assert ast.unparse(body[at].body[0]) == "sys.exit(interrupt.start(__spec__.name))"
+    for node in body[1:at]:
+        name = getattr(node, "module", None) or node.names[0].name
+        assert name.split(".")[0] in sys.stdlib_module_names or [a.name for a in node.names] == ["interrupt"], name
 
 
 def test_ctrl_c_in_a_text_that_is_executed(tmp_path, attended):
