@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from dataclasses import asdict, dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 from torch.distributed import TCPStore
@@ -97,7 +98,22 @@ def _rank(entry, rank, size, port, folder, parent, args):
     if rank:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(os.open(f"{folder}/{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
-    entry(*args)
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # one that came meanwhile comes now
+        entry(*args)
+    except KeyboardInterrupt:
+        os._exit(1)  # who started this process was interrupted too, and says so
+
+
+@contextlib.contextmanager
+def _deferred():
+    """Ctrl-C waits, and in processes that start in here until `_rank` has it: their imports would print tracebacks."""
+    resource_tracker.ensure_running()  # its start would let signals in again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _call(function, args):
@@ -120,8 +136,9 @@ def run(entry, size, folder, *args):
     main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, _leave) if main else None
     try:
-        for process in ranks:
-            process.start()
+        with _deferred():
+            for process in ranks:
+                process.start()
         _watch(ranks)
     finally:
         ended = _end(ranks)

@@ -237,3 +237,22 @@ def test_ctrl_c_to_a_process(toys, tmp_path, attended):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 1 and first and out.endswith("\n"), (first, err)
     assert err.endswith("error: interrupted\n") and "Traceback" not in err
+
+
+def children(pid):
+    """Ids of the processes that a process has started."""
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_while_ranks_import(attended):
+    """As a terminal sends it, to all processes. Mutant: ranks that print where they were."""
+    argv = [sys.executable, "-m", "bench.lockstep", "--device", "cpu"]
+    words = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    process = subprocess.Popen(argv, cwd=ROOT, **words)
+    while len(children(process.pid)) < 3 and process.poll() is None:  # two ranks and what sweeps up behind them
+        time.sleep(0.05)
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (1, "", "error: interrupted\n")
