@@ -224,9 +224,9 @@ def judged(argv: list[str]) -> int:
     """The command line; returns the exit code."""
     try:
         lines, missed = run(parse(argv), shlex.join(["python", "-m", "bench.auto", *argv]))
-    except Refused as error:
+    except (Refused, command.Failed) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, Refused) else 1
     print("\n".join(lines))
     print("".join(f"{line}\n" for line in missed), end="", file=sys.stderr)
     return 1 if missed else 0

@@ -50,7 +50,6 @@ def parser() -> Parser:
     add(
         "--settings",
         nargs="+",
-        default=list(SETTINGS),
         metavar="'NCCL_X=Y …'",
         help="variables, each set in a run of its own; '' is NCCL as found; default: five",
     )
@@ -69,7 +68,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     raw = found["target"].get("text_config") or found["target"]
     o.layers, o.hidden = raw["num_hidden_layers"], raw["hidden_size"]
     o.columns = o.columns or [o.hidden]
-    for setting in o.settings:
+    for setting in o.settings or ():
         if any(not word.startswith("NCCL_") or "=" not in word for word in setting.split()):
             raise Refused(f"--settings {setting!r}: supported: NCCL_NAME=VALUE, several in one argument")
     results.writable(o.json)
@@ -169,7 +168,9 @@ def run(o, typed: str) -> list:
     """Measure under every setting, peer memory beside the first, and compare; what there is, is kept after each."""
     figures, table, ran = [], {}, {}
     gpu = device_of(o.device).type == "cuda"
-    for setting in o.settings if gpu else [""]:
+    if o.settings and not gpu:
+        raise Refused(f"--settings {o.settings[0]!r}: the CPU sums by gloo; supported: on CUDA")
+    for setting in o.settings or SETTINGS if gpu else [""]:
         times, ran_now = spawn(measure, o.tp, o, setting, "library" if ran else "auto")[0]
         ran = ran or ran_now
         for (name, columns, rows), spans in times.items():

@@ -28,8 +28,8 @@ def device_options(add):
     add("--json", metavar="FILE", help="write the run there, as JSON")
 
 
-def parallel_options(add):
-    """Add the options of several ranks."""
+def parallel_options(add, sliced=True):
+    """Add the options of several ranks; sliced: --tp-slice too."""
     add("--tp", type=least(1), default=ranks_started(), metavar="N", help="ranks, a GPU each; default %(default)s")
     add(
         "--draft-tp",
@@ -38,12 +38,9 @@ def parallel_options(add):
         help="the draft cut over the ranks or whole on each; default: whichever is faster",
     )
     add("--expert-parallel", action="store_true", help="deal out whole experts to the ranks")
-    add(
-        "--tp-slice",
-        type=least(2),
-        metavar="N",
-        help="with --random: what one rank of N computes, alone, its collectives left out",
-    )
+    if sliced:
+        alone = "with --random: what one rank of N computes, alone, its collectives left out"
+        add("--tp-slice", type=least(2), metavar="N", help=alone)
     add(
         "--reduction",
         choices=REDUCTIONS,
@@ -54,7 +51,8 @@ def parallel_options(add):
 
 def parallel(o):
     """The options of several ranks as Engine.load takes them."""
-    return {name: getattr(o, name) for name in ("tp", "tp_slice", "draft_tp", "expert_parallel", "reduction")}
+    names = ("tp", "tp_slice", "draft_tp", "expert_parallel", "reduction")
+    return {name: getattr(o, name) for name in names if hasattr(o, name)}
 
 
 def options(parser, argv):

@@ -35,6 +35,7 @@ from weights import Checkpoint
 from weights.capture import boundaries
 from weights.config import Refused, eos_ids
 
+from .command import Failed
 from .results import ROOT, Figure, Workload, document, environment, prompts_hash, writable, write
 
 SHAPES = "3-1-4 2-1-3 1-1-2 4-4-16 5-8-64"
@@ -272,9 +273,9 @@ def judged(argv: list[str]) -> int:
     try:
         o = parse(argv)
         figures = run(o, argv)
-    except Refused as error:
+    except (Refused, Failed) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, Refused) else 1
     print("\n".join(figure.line() for figure in figures))
     missed = short({figure.name: figure.value for figure in figures}) if o.check else []
     print("".join(f"SHORT: {line}\n" for line in missed), end="", file=sys.stderr)

@@ -38,7 +38,7 @@ def parser() -> Parser:
     add("--prompts", metavar="FILE", help="the prompt is how its texts begin; default: the demo's, or random ids")
     add("--context", type=least(2), default=100, metavar="N", help="prompt tokens at most; default %(default)s")
     add("--tokens", type=least(4), default=64, metavar="N", help="new tokens; default %(default)s")
-    command.parallel_options(add)
+    command.parallel_options(add, sliced=False)
     add("--device", metavar="cpu|cuda", help="default: CUDA where there is a GPU")
     p.set_defaults(tp=2)
     return p
@@ -47,6 +47,8 @@ def parser() -> Parser:
 def parse(argv: list[str]) -> argparse.Namespace:
     """Options as given. Raises Refused."""
     o = command.options(parser(), argv)
+    if o.tp < 2:
+        raise Refused(f"--tp {o.tp}: one rank agrees with itself; supported: from 2")
     o.shapes = list(dict.fromkeys([PLAIN, *map(Shape.parse, o.shapes)]))
     if o.target and o.random:
         raise Refused("--random: it takes the place of --target; supported: one of them")

@@ -41,12 +41,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = p.add_argument
     add("--target", metavar="DIR|HUB_ID", help="default: the demo pair")
     add("--draft", metavar="DIR|HUB_ID|none", help="an EAGLE-3 head; default: the demo draft with the demo target")
-    add(
-        "--shape",
-        default="3-1-4",
-        metavar="S-K-D",
-        help="steps, topk, draft tokens in every engine; default %(default)s",
-    )
+    add("--shape", metavar="S-K-D", help="steps, topk, draft tokens in every engine; default 3-1-4")
     add("--engines", nargs="+", choices=tuple(SCRIPTS), default=list(SCRIPTS), help="beside ours; default: all")
     add("--prompts", metavar="FILE", help="default: the demo's")
     add("--count", type=least(1), default=3, metavar="N", help="the first N prompts; default %(default)s")
@@ -58,12 +53,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--graphs", choices=("auto", "required", "off"), default="auto", help="of this engine; default %(default)s")
     add("--json", metavar="FILE", help="write the run there, as JSON")
     o = p.parse_args(argv)
-    o.shape, o.random = Shape.parse(o.shape), None
+    asked, o.shape, o.random = o.shape, Shape.parse(o.shape or "3-1-4"), None
     if o.shape == PLAIN:
         raise Refused("--shape 0-1-1: plain decoding is always measured; supported: shapes that draft")
     if o.target is None:
         o.target, o.draft = str(DEMO / "target"), o.draft or str(DEMO / "draft")
     o.draft = None if o.draft == "none" else o.draft
+    if asked and o.draft is None:
+        raise Refused(f"--shape {asked}: there is no draft; supported: with --draft DIR|HUB_ID")
     results.writable(o.json)
     return o
 

@@ -7,6 +7,7 @@ import os
 import platform
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +18,8 @@ import torch
 from engine.tp import environment as nccl
 from engine.tp import launched
 from weights.config import Refused
+
+from .command import Failed
 
 ROOT = Path(__file__).parents[1]
 FORMAT = 1  # of the documents; a change of their keys or of what a figure means takes the next number
@@ -144,17 +147,32 @@ def document(command: str, environment: dict, workload: Workload, figures: list[
 
 def writable(path: str | None) -> None:
     """Raises Refused where `write` could not, before a long run."""
-    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+    if path is None:
+        return
+    if Path(path).exists() and not Path(path).is_file() or not Path(path).absolute().parent.is_dir():
         raise Refused(f"--json {path}: supported: a file in an existing directory")
+    try:
+        with tempfile.TemporaryFile(dir=Path(path).absolute().parent):
+            pass
+    except OSError as error:
+        raise Refused(
+            f"--json {path}: {error.strerror} in its directory; supported: one where files can be made"
+        ) from None
 
 
 def write(path: str | Path, run: dict) -> None:
-    """Write a document, on rank 0; a run killed here leaves the old file whole. Lists of numbers stay on one line."""
+    """Write a document, on rank 0; a run killed here leaves the old file whole. Lists of numbers stay on one line.
+    Where the disk refuses it, it is kept where temporary files go, and Failed says so."""
     if launched() is not None and launched()[0]:
         return
     path, text = Path(path), {key: json.dumps(value, allow_nan=False) for key, value in run.items()}
     text["figures"] = "[\n  " + ",\n  ".join(json.dumps(f, allow_nan=False) for f in run["figures"]) + "\n ]"
     part = path.with_name(path.name + ".part")
     lines = ",\n".join(f" {json.dumps(key)}: {value}" for key, value in text.items())
-    part.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
-    part.replace(path)
+    try:
+        part.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        kept = Path(tempfile.mkdtemp(prefix="bench-"), path.name)
+        kept.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+        raise Failed(f"--json {path}: {error.strerror}; the run is kept in {kept}") from None

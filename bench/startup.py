@@ -49,7 +49,7 @@ def parser() -> Parser:
     add("--layers", type=least(1), metavar="N", help="so many layers only")
     add("--folder", default="/dev/shm", metavar="DIR", help="a checkpoint is written below it; default %(default)s")
     add("--starts", type=least(1), default=2, metavar="N", help="the last one's figures count; default %(default)s")
-    command.parallel_options(add)
+    command.parallel_options(add, sliced=False)
     command.device_options(add)
     p.set_defaults(tp=2)
     return p
@@ -100,9 +100,8 @@ def write(o, folder: Path) -> int:
 
 def loaded(o, folder: str) -> dict:
     """On a rank: what its load took."""
-    ranks = command.parallel(o) if o.tp > 1 else {}
     how = {"device": o.device, "dtype": o.dtype or "bfloat16", "graphs": o.graphs, "max_batch": 1, "max_context": 1024}
-    engine = Engine.load(folder, o.draft, **how, **ranks)
+    engine = Engine.load(folder, o.draft, **how, **command.parallel(o))
     shapes = SHAPES if engine.drafter is not None else (PLAIN,)
     for shape in shapes:
         engine.prepare(shape)

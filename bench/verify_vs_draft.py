@@ -89,7 +89,7 @@ def parser() -> Parser:
         metavar="MS",
         help="make a stage slower by so many milliseconds: a test of the clock",
     )
-    add("--inject-stage", choices=("verify", "draft"), default="verify", help="which stage; default %(default)s")
+    add("--inject-stage", choices=("verify", "draft"), help="which stage; default verify")
     command.parallel_options(add)
     command.device_options(add)
     return p
@@ -105,6 +105,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise Refused(f"--rows {max(o.rows)}: supported: 1 to {MAX_NODES}")
     if o.inject_spin is not None and not 0 < o.inject_spin <= 1000:
         raise Refused(f"--inject-spin {o.inject_spin:g}: supported: milliseconds above 0, up to 1000")
+    if o.inject_stage is not None and o.inject_spin is None:
+        raise Refused(f"--inject-stage {o.inject_stage}: nothing is injected; supported: with --inject-spin MS")
+    o.inject_stage = o.inject_stage or "verify"
     if o.target and o.random:
         raise Refused("--random: it takes the place of --target; supported: one of them")
     if not o.random and not o.target:

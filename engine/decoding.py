@@ -70,7 +70,12 @@ def run(o, stop: Interruptions) -> int:
         graphs = [entry | since(entry, before) for entry in engine.graphs.report()]
         shapes = report.changes(done.results) if shape == AUTO else ()
         document = report.document(done, engine.parts, graphs, engine.graphs.capture_ms, compare, shapes)
-        Path(o.stats).write_text(json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+        text = json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n"
+        try:
+            Path(o.stats).write_text(text, encoding="utf-8")
+        except OSError as error:
+            print(f"error: --stats {o.stats}: {error.strerror}; the text above is whole", file=sys.stderr)
+            return 1
     return 0
 
 

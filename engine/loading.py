@@ -259,6 +259,10 @@ def _sizes(options):
     for name, only in (("expert_parallel", False), ("draft_tp", "auto")):
         if options.tp == 1 and options.tp_slice is None and getattr(options, name) != only:
             raise Refused(f"{name}: {getattr(options, name)!r} with one rank; supported: {only!r}, or tp above 1")
+    if options.draft_tp != "auto" and options.draft in (None, "none"):
+        raise Refused(f"draft_tp: {options.draft_tp!r} without a draft; supported: 'auto', or with a draft")
+    if options.tp == 1 and options.reduction != "auto":
+        raise Refused(f"reduction: {options.reduction!r} with one rank; supported: 'auto', or tp above 1")
     least = {"tp": 1, "tp_slice": 2, "max_batch": 1, "page_size": 1, "prefill_chunk": 1, "pages": 2}
     for name, bound in least.items():
         value = getattr(options, name)

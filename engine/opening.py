@@ -48,6 +48,8 @@ def _reduced(raw, layers):
         return raw
     if "text_config" in raw:
         return {**raw, "text_config": _reduced(raw["text_config"], layers)}
+    if layers > (most := raw.get("num_hidden_layers", layers)):
+        raise Refused(f"layers: {layers}; supported: 1 to {most}, those of the architecture")
     return {**raw, "num_hidden_layers": layers}
 
 

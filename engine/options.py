@@ -249,6 +249,8 @@ def _conflicts(o: argparse.Namespace):
     yield o.tp_slice and not o.random, f"--tp-slice {o.tp_slice}: supported with --random only"
     yield o.tp_slice and o.tp > 1, f"--tp-slice {o.tp_slice} and --tp {o.tp}: supported: one of them"
     yield one and o.draft_tp != "auto", f"--draft-tp {o.draft_tp}: needs --tp above 1; supported: auto"
+    alone = o.draft_tp != "auto" and pair(o)[1] == "none"
+    yield alone, f"--draft-tp {o.draft_tp}: there is no draft; supported: with --draft DIR|HUB_ID"
     yield one and o.expert_parallel, "--expert-parallel: needs --tp above 1; supported: leave it out"
     yield o.shape not in (None, AUTO), f"--shape {o.shape}: supported: {AUTO}; a shape is {SHAPE}"
     for name in ("steps", "topk", "draft_tokens"):
@@ -257,8 +259,8 @@ def _conflicts(o: argparse.Namespace):
     for name in ("top_k", "top_p", "min_p", "seed"):
         value, option = getattr(o, name), f"--{name.replace('_', '-')}"
         yield (
-            o.temperature is None and value is not None,
-            f"{option} {value}: decoding is greedy without --temperature; supported: with --temperature T",
+            not o.temperature and value is not None,
+            f"{option} {value}: decoding is greedy without --temperature; supported: with --temperature above 0",
         )
     yield o.logprobs is not None and o.stats is None, f"--logprobs {o.logprobs}: they go to --stats FILE.json; give it"
     yield stats.is_dir() or not stats.parent.is_dir(), f"--stats {o.stats}: supported: a file in an existing directory"
