@@ -164,12 +164,12 @@ def run(o, command: str) -> list[str]:
         load = stages.workload(o, engine, "text", prompts, o.new_tokens)
         environment, wanted = stages.environment(engine), answers["ours", "plain"]["ids"]
         del engine  # the others need the memory
-        for name in o.engines:
-            for way, job in jobs.items():
+        for name in (None, *o.engines):  # what there is, is kept after each: another one may take an hour
+            for way, job in jobs.items() if name else ():
                 answers[name, way] = peer(name, job)
                 bar.update(1)
-    if o.json:
-        results.write(o.json, results.document(command, environment, load, figures(answers, wanted)))
+            if o.json:
+                results.write(o.json, results.document(command, environment, load, figures(answers, wanted)))
     return [f"{len(prompts)} prompts, {o.new_tokens} new tokens each, EAGLE-3 {o.shape}", *lines(answers, wanted)]
 
 

@@ -122,8 +122,9 @@ def grid(o) -> tuple[list[Shape], list[str]]:
     return shapes, left_out
 
 
-def rounds(o, engine: Engine, prompts: list[list[int]], oracle: Oracle | None, bar) -> tuple:
+def rounds(o, engine: Engine, prompts: list[list[int]], oracle: Oracle | None, bar, keep) -> tuple:
     """Decode every prompt with every shape, `o.rounds` times; each round and prompt begins with another shape.
+    keep(taken, table, timed) is called after every round but the last.
 
     Returns:
         {Shape: Taken} of runs without stamps, stage times of one stamped prompt a round, {Shape: [Result]} of the first
@@ -137,6 +138,8 @@ def rounds(o, engine: Engine, prompts: list[list[int]], oracle: Oracle | None, b
     costs = measure.Costs(engine, shapes, 1, prompts[0], mixed=False)
     for turn, at, shape in turns(shapes, len(prompts), o.rounds):
         if len(costs.whole[PLAIN]) == turn:
+            if turn:
+                keep(taken, costs.table(), timed)
             costs.turn()
         aim(o, oracle, shape, [*prompts[at], *plain[at]])
         result = engine.generate(prompts[at], how, shape=shape)
@@ -189,19 +192,24 @@ def run(o, command: str) -> list[str]:
         length = parts.max_context
         engine.drafter = oracle = Oracle(engine.drafter, [], parts.target.head.vocabulary, length, parts.device)
     usable(o, engine)
-    shapes = [PLAIN, *o.shapes]
-    with tqdm(
-        total=len(shapes) * o.rounds * (1 + len(prompts)), desc="sweep", unit="", disable=None, leave=False
-    ) as bar:
-        taken, timed, first, table = rounds(o, engine, prompts, oracle, bar)
     label = f"{SYNTHETIC}; " if synthetic(o) else ""
-    found = {f.name: f for f in figures(taken, table, timed, label)}
-    if parts.text is not None and not synthetic(o):
-        found |= {f.name: f for f in by_class({s: first[s] for s in o.shapes}, parts.text.decode)}
-    advice = recommendation(found)
-    if o.json:
-        head = Figure.of("load", "ms", parts.load_ms), Figure.of("recommended", "times plain", best(found), note=advice)
-        results.write(o.json, results.document(command, settings["environment"], load, [*head, *found.values()]))
+
+    def keep(taken, table, timed, first=None):
+        """{name: Figure} and the recommendation, in the file too; a run that is ended keeps its whole rounds."""
+        found = {f.name: f for f in figures(taken, table, timed, label)}
+        if first is not None and parts.text is not None and not synthetic(o):
+            found |= {f.name: f for f in by_class({s: first[s] for s in o.shapes}, parts.text.decode)}
+        advice = recommendation(found)
+        if o.json:
+            times = Figure.of("recommended", "times plain", best(found), note=advice)
+            head = [Figure.of("load", "ms", parts.load_ms), times]
+            results.write(o.json, results.document(command, settings["environment"], load, [*head, *found.values()]))
+        return found, advice
+
+    total = (1 + len(o.shapes)) * o.rounds * (1 + len(prompts))
+    with tqdm(total=total, desc="sweep", unit="", disable=None, leave=False) as bar:
+        taken, timed, first, table = rounds(o, engine, prompts, oracle, bar, keep)
+    found, advice = keep(taken, table, timed, first)
     lines = [f"left out: {why}" for why in o.left_out] + [
         f"{len(prompts)} prompts; {routing}",
         *table_lines(o.shapes, found),

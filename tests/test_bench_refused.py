@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import collectives, command, results
+from bench import collectives, command, peers, results, sweep
 from engine import Engine, Refused
 
 NO_EFFECT = {
@@ -71,3 +71,32 @@ def test_a_full_disk_loses_no_run(tmp_path, monkeypatch):
         results.write(full, {"command": "x", "figures": [{"value": 1.0}]})
     kept = Path(str(failure.value).rpartition(" ")[2])
     assert json.loads(kept.read_text()) == {"command": "x", "figures": [{"value": 1.0}]} and not full.exists()
+
+
+def test_an_interrupted_sweep_keeps_its_rounds(tmp_path, monkeypatch, capsys):
+    """The first of two, when the second is interrupted. Mutant: a file that is written at the end alone."""
+    generate, path = Engine.generate, tmp_path / "run.json"
+
+    def some(engine, *args, **words):
+        if path.exists():
+            raise KeyboardInterrupt
+        return generate(engine, *args, **words)
+
+    monkeypatch.setattr(Engine, "generate", some)
+    argv = f"--grid 1-1-2 --count 1 --context 16 --new-tokens 4 --rounds 2 --device cpu --json {path}"
+    assert sweep.main(argv.split()) == 1 and capsys.readouterr().err.endswith("error: interrupted\n")
+    kept = {figure["name"]: figure for figure in json.loads(path.read_text())["figures"]}
+    assert len(kept["tokens_per_second.1-1-2"]["repeats"]) == 1
+
+
+def test_other_engines_are_kept_one_by_one(tmp_path, monkeypatch):
+    """What ours did, when the first of the others is interrupted. Mutant: a file that is written at the end alone."""
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    path = tmp_path / "run.json"
+    monkeypatch.setattr(peers, "peer", stopped)
+    assert peers.main(f"--count 1 --context 16 --new-tokens 4 --repeats 1 --device cpu --json {path}".split()) == 1
+    names = {figure["name"] for figure in json.loads(path.read_text())["figures"]}
+    assert names == {"tokens_per_second.ours.plain", "tokens_per_second.ours.eagle3"}
