@@ -227,8 +227,8 @@ def main(argv: list[str] | None = None) -> int:
             raise Refused("bench.report: matplotlib is not installed; supported: pip install -e '.[bench]'") from None
         out = Path(o.out)
         out.write_text(page(runs, out.absolute().parent, out.stem), encoding="utf-8")
-    except Refused as error:
+    except (Refused, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, Refused) else 1
     print(f"{out}: {out.stat().st_size / 1e6:.1f} MB, {len(runs)} runs")
     return 0

@@ -289,7 +289,7 @@ def command(argv):
     except Refused as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except FloatingPointError as error:
+    except (OSError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

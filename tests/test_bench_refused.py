@@ -100,3 +100,16 @@ def test_other_engines_are_kept_one_by_one(tmp_path, monkeypatch):
     assert peers.main(f"--count 1 --context 16 --new-tokens 4 --repeats 1 --device cpu --json {path}".split()) == 1
     names = {figure["name"] for figure in json.loads(path.read_text())["figures"]}
     assert names == {"tokens_per_second.ours.plain", "tokens_per_second.ours.eagle3"}
+
+
+@pytest.mark.parametrize("name", ["engine.train", "bench.report"])
+def test_a_full_disk_is_one_line(name, monkeypatch, capsys):
+    """Mutant: a traceback."""
+    module = importlib.import_module(name)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "out")
+
+    monkeypatch.setattr(module, "parse", full)
+    assert module.main([]) == 1
+    assert capsys.readouterr().err == "error: [Errno 28] No space left on device: 'out'\n"
