@@ -30,9 +30,10 @@ template <int kWidth, int kShare, int kHalf, int kMost, int kUsed, class Maps>
 __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attention p, const __grid_constant__ Maps maps) {
   constexpr int kBlock = kVectors / kShare, kMany = kWidth / 32, kChunks = kWidth / 8; // kBlock: rows of a part
   constexpr bool kOne = std::is_same_v<Maps, NoBoxes>; // a short table
-  // Projections of models with such heads leave no room: where the first one's blocks end, those behind this kernel ask for weights.
-  constexpr bool kAtOnce = kOne && kWidth == 64;
-  if (kAtOnce) launch_dependents();
+  // Where the first projection's blocks end, those behind this kernel ask for weights: of models with such heads, whose projections
+  // leave no room before, and of one row, whose attention is shorter than those weights take. Of more rows it costs more than it gains.
+  const bool at_once = kOne && (kWidth == 64 || (p.t == 1 && gridDim.z == 1));
+  if (at_once) launch_dependents();
   using P = Stages<kWidth, kMost, kUsed, kOne>;
   constexpr int kDepth = P::kDepth, kSide = kSlices * 32; // tiles of a side in flight; its threads in a part
   using Sum = Columns<kWidth>;
@@ -181,7 +182,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   for (int i = 0; i < kMany; i++) // ones where there are none
     gain[i] = load_gains(p.q_gain, i * 32 + (lane & 3) * 8);
   wait_for_predecessor();
-  if (!kAtOnce) launch_dependents();
+  if (!at_once) launch_dependents();
 #pragma unroll
   for (int i = 0; i < kMany; i++) q[i] = turns && turned_row < rows ? load_rows(from + i * 32) : make_uint4(0, 0, 0, 0);
   constexpr int kRead = 1, kKept = 2, kOwn = 3; // barriers: the even tile is read; nodes are kept; of a side
@@ -258,12 +259,13 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   }
   if (late && !side) arrive_at(kRead, threads);
   if (some) {
+    const bool folded = kOne ? start * kTile < nodes.end : folds; // of short tables without a register meanwhile
     if (!kOne || own_nodes) { // what one side stores, the other may still read
       wait_copies<0>();
       __syncthreads();
-    } else if (folds)
+    } else if (folded)
       meet_at(kOwn + side, mates);
-    if (folds) fold.store(result + warp * kVectors * kWidth, top_of + warp * kVectors, norm_of + warp * kVectors, halves);
+    if (folded) fold.store(result + warp * kVectors * kWidth, top_of + warp * kVectors, norm_of + warp * kVectors, halves);
     __syncthreads();
   }
   if (!kOne) cluster_arrive(); // others may send
@@ -273,15 +275,13 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   float *const sent = result + P::kInbox, *const sent_stats = sent + P::kReceived * kWidth; // [vectors / kUsed, kUsed], kWidth and 2 of each
   if (some) {
     const unsigned side_warps = (1u << kSlices) - 1, live_warps = (has(rank, 0) ? side_warps : 0) | (has(rank, 1) ? side_warps << kSlices : 0);
-    const bool adds = live_warps >> lane % kWarps & 1;
 #pragma unroll 1
     for (int v = warp; v < vectors; v += parts * kWarps) {
       const int at = v / kVectors * kWarps * kVectors + v % kVectors; // of its part's first warp
-      float of_all[2] = {-INFINITY, 0.f};
-      if (adds) of_all[0] = top_of[at + lane % kWarps * kVectors], of_all[1] = norm_of[at + lane % kWarps * kVectors];
-      const Sum y = merge_partials<kWidth, kWarps>(of_all[0], of_all[1], live_warps, -INFINITY, [&](int w) {
-        return *reinterpret_cast<const Sum *>(result + sum_at<kWidth>(at + w * kVectors, column & ~7) + (column & 7));
-      });
+      float of_all[2];
+      const Sum y = merge_partials<kWidth, kWarps>(
+          of_all[0], of_all[1], live_warps, -INFINITY, [&](int w) { return make_float2(top_of[at + w * kVectors], norm_of[at + w * kVectors]); },
+          [&](int w) { return *reinterpret_cast<const Sum *>(result + sum_at<kWidth>(at + w * kVectors, column & ~7) + (column & 7)); });
       if (!waited) cluster_wait(), waited = true;
       const int to = v / kUsed * kUsed + rank;
       send(sent + to * kWidth + column, &inbox, v % kUsed, y.v);
@@ -292,11 +292,17 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   // the cluster's
   const int v = rank + kUsed * warp;
   if (v >= vectors) return;
+  const int head = group * kShare + v % kShare;
+  bf16 *to = p.y + ((line0 + first_row + v / kShare) * p.heads + head) * kWidth + column;
+  float sink = p.sinks ? __bfloat162float(p.sinks[head]) * 1.4426950408889634f : -INFINITY;
+  asm volatile("" : "+l"(to), "+f"(sink)); // beside the others' sending
   wait_inbox(&inbox);
-  const float *const got = sent + warp * kUsed * kWidth + column, *const got_stats = sent_stats + (warp * kUsed + lane % kRanks) * 2;
-  float top = live ? got_stats[0] : -INFINITY, norm = live ? got_stats[1] : 0.f;
-  const Sum y = merge_partials<kWidth, kRanks>(top, norm, live_ranks, -INFINITY, [&](int c) { return *reinterpret_cast<const Sum *>(got + c * kWidth); });
-  merge_clusters<kWidth, kOne>(p, y, top, norm, clusters, own, QueryVector{b, group, first_row + v / kShare, v % kShare, v, parts * kVectors});
+  const float *const got = sent + warp * kUsed * kWidth + column;
+  const float2 *const got_stats = reinterpret_cast<const float2 *>(sent_stats) + warp * kUsed;
+  float top, norm;
+  const Sum y = merge_partials<kWidth, kUsed>(top, norm, live_ranks, -INFINITY, [&](int c) { return got_stats[c]; },
+                                              [&](int c) { return *reinterpret_cast<const Sum *>(got + c * kWidth); });
+  merge_clusters<kWidth, kOne>(p, y, top, norm, clusters, own, sink, QueryVector{b, group, v, parts * kVectors, to});
 }
 
 template <int kWidth, int kShare, int kHalf>

@@ -24,11 +24,11 @@ template <int kPieces, int kGroups>
 using BlockRows = Operand<256, kPieces, kGroups, true, kGroups == 2 && kPieces == 8 ? 1 : 0>;
 
 // Router logits of the block's rows for 8 experts, whose weights are in `w`: half a tile leaves registers for the rows.
-// squares: of normed rows, as Operand::stage leaves them. store(row of the block, expert, logit).
+// squares: of normed rows, as Operand::stage leaves them. store(copy, row of the block, expert, logit): by a warp a copy and group.
 constexpr int kRouterOutputs = 8;
 inline __host__ __device__ int router_tiles(const Experts &p) { return (p.experts + kRouterOutputs - 1) / kRouterOutputs; }
 
-template <int kPieces, int kGroups, class Store>
+template <int kCopies, int kPieces, int kGroups, class Store>
 __device__ __forceinline__ void route_block(const Experts &p, const Block<kGroups> &block, const uint4 (&w)[kPieces],
                                             const BlockRows<kPieces, kGroups> &b, const float (*squares)[8][kRows],
                                             float4 (*red)[8 * 32], Store store) {
@@ -46,12 +46,13 @@ __device__ __forceinline__ void route_block(const Experts &p, const Block<kGroup
     red[group][threadIdx.x] = add(c, odd);
   }
   __syncthreads();
-  if (warp < kGroups) {
-    const float4 v = sum_of_warps(red[warp]);
-    const int own = 2 * (lane & 3), row = warp * kRows + own, e = blockIdx.x * kRouterOutputs + (lane >> 2);
-    const float even = Rows::factor(squares[warp], own, p.gamma, p.eps), odd = Rows::factor(squares[warp], own + 1, p.gamma, p.eps);
-    if (e < p.experts && row < block.live) store(row, e, v.x * even);
-    if (e < p.experts && row + 1 < block.live) store(row + 1, e, v.y * odd);
+  if (warp < kGroups * kCopies) {
+    const int group = warp % kGroups, copy = warp / kGroups;
+    const float4 v = sum_of_warps(red[group]);
+    const int own = 2 * (lane & 3), row = group * kRows + own, e = blockIdx.x * kRouterOutputs + (lane >> 2);
+    const float even = Rows::factor(squares[group], own, p.gamma, p.eps), odd = Rows::factor(squares[group], own + 1, p.gamma, p.eps);
+    if (e < p.experts && row < block.live) store(copy, row, e, v.x * even);
+    if (e < p.experts && row + 1 < block.live) store(copy, row + 1, e, v.y * odd);
   }
 }
 
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(256, 2) router(Experts p) {
   wait_for_predecessor();
   launch_dependents();
   b.stage(p.x, p.columns, block.first, p.rows, gain, squares);
-  route_block(p, block, w, b, squares, red, [&](int row, int e, float v) { p.logits[static_cast<size_t>(block.first + row) * p.experts + e] = v; });
+  route_block<1>(p, block, w, b, squares, red, [&](int, int row, int e, float v) { p.logits[static_cast<size_t>(block.first + row) * p.experts + e] = v; });
 }
 
 // A block's tiles of 8 gates and their ups, dealt to the blocks in turn: of which chosen expert, which of its tiles.
@@ -126,12 +127,15 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
   wait_for_predecessor();
   const unsigned tag = kRoute ? load_int(reinterpret_cast<const int *>(p.launch)) : 0;
   b.stage(p.x, p.columns, block.first, p.rows, gain, squares);
+  using Copies = Board<kGroups, kMany>;
   if (routes)
-    route_block(p, block, w, b, squares, red[0], [&](int row, int e, float v) { store_packet(p.packets + row * kExperts + e, v, tag); });
+    route_block<Copies::kCopies>(p, block, w, b, squares, red[0], [&](int copy, int row, int e, float v) {
+      store_packet(p.packets + Copies::place(copy, row) + e, v, tag);
+    });
   const bool publishes = blockIdx.x == gridDim.x - 1; // who has no more tiles than others
   const int chosen = choice.make(p, block, publishes, [&](int row, float (&value)[kMany]) {
     if (kRoute)
-      await_logits<kMany>(p, row, tag, value);
+      await_logits<kGroups, kMany>(p, row, tag, value);
     else
       load_logits<kMany>(p, block.first + row, value);
   });

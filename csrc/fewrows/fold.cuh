@@ -253,25 +253,33 @@ struct alignas(kWidth / 8) Columns {
   }
 };
 
-// Partials 0 … kCount - 1 of one vector, those that `live` has bits of, merged in ascending order by a warp: lane c holds maximum
-// and norm of partial c mod kCount, of(c) gives its columns. Norm and maximum (-inf: it sees nothing) of the sum are left.
-template <int kWidth, int kCount, class Of>
-__device__ __forceinline__ Columns<kWidth> merge_partials(float &top, float &norm, unsigned live, float sink, Of of) {
-  float most = fmaxf(top, sink);
-#pragma unroll
-  for (int o = kCount / 2; o; o >>= 1) most = fmaxf(most, __shfl_xor_sync(kAll, most, o));
-  const float base = most == -INFINITY ? 0.f : most, share = power_of_two(top - base);
+// Partials 0 … kCount - 1 of one vector, those that `live` has bits of, merged in ascending order by a warp: stat(c) gives maximum and
+// norm of partial c, of(c) the lane's columns. Every lane makes all shares itself: shuffles below a condition wait for one another.
+// Norm and maximum (-inf: it sees nothing) of the sum are left.
+template <int kWidth, int kCount, class Stat, class Of>
+__device__ __forceinline__ Columns<kWidth> merge_partials(float &top, float &norm, unsigned live, float sink, Stat stat, Of of) {
+  float2 stats[kCount];
   Columns<kWidth> part[kCount], y = {};
+#pragma unroll
+  for (int c = 0; c < kCount; c++) {
+    stats[c] = make_float2(-INFINITY, 0.f);
+    if (live >> c & 1) stats[c] = stat(c);
+  }
 #pragma unroll
   for (int c = 0; c < kCount; c++)
     if (live >> c & 1) part[c] = of(c);
-  float sum = power_of_two(sink - base);
+  float most = sink;
+#pragma unroll
+  for (int c = 0; c < kCount; c++) most = fmaxf(most, stats[c].x);
+  const float base = most == -INFINITY ? 0.f : most;
+  float sum = power_of_two(sink - base), share[kCount];
+#pragma unroll
+  for (int c = 0; c < kCount; c++) share[c] = power_of_two(stats[c].x - base);
 #pragma unroll
   for (int c = 0; c < kCount; c++)
     if (live >> c & 1) {
-      const float own = __shfl_sync(kAll, share, c);
-      sum = fmaf(own, __shfl_sync(kAll, norm, c), sum);
-      y.add(own, part[c]);
+      sum = fmaf(share[c], stats[c].y, sum);
+      y.add(share[c], part[c]);
     }
   top = most, norm = sum;
   return y;

@@ -27,7 +27,8 @@ __global__ void __launch_bounds__(kThreads, 2) project_narrow(Projection p) {
   Rows b(nullptr);
   wait_for_predecessor();
   launch_dependents();
-  b.load(p.x + column, p.stride, blockIdx.y * kRows, p.rows);
+  const int own_row = blockIdx.y * kRows + ((threadIdx.x & 31) >> 2);
+  b.load(p.x + static_cast<size_t>(own_row) * p.stride + column, p.stride, own_row, p.rows);
   const float before = live && p.residual ? load_bf16(p.residual + to) : 0.f, bias = live && p.bias ? load_bf16(p.bias + first + out) : 0.f;
 #pragma unroll
   for (int tile = 0; tile < kNarrowTiles; tile++) {

@@ -85,14 +85,13 @@ struct Operand {
     else
       *aside(i) = v; // the lane's own
   }
-  // Rows `begin` and on of x as they are. x: at the thread's first column.
-  __device__ __forceinline__ void load(const bf16 *x, size_t stride, int begin, int rows) {
-    const int g = (threadIdx.x & 31) >> 2;
+  // Rows as they are. x: the thread's row of the first group, which is row `row` of `rows`, at the thread's first column.
+  __device__ __forceinline__ void load(const bf16 *x, size_t stride, int row, int rows) {
 #pragma unroll
     for (int group = kGroups - 1; group >= 0; group--) {
-      const int row = begin + group * kRows + g, place = group - (kGroups - kOutside);
+      const int place = group - (kGroups - kOutside);
       uint4 b[kPieces];
-      load_group(b, x + static_cast<size_t>(row) * stride, row < rows);
+      load_group(b, x + static_cast<size_t>(group * kRows) * stride, row + group * kRows < rows);
 #pragma unroll
       for (int i = 0; i < kPieces; i++) {
         if (place < 0)

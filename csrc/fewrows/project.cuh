@@ -46,6 +46,9 @@ __global__ void __launch_bounds__(kThreads, resident(kThreads)) project(Projecti
   Held held(operand_memory, p.weight + static_cast<size_t>(rows.last) * p.columns + warp * kPieces * kPiece, rows.held, p.columns);
   Rows b(operand_memory);
   Written output;
+  const int own_row = blockIdx.y * kGroups * kRows + g;
+  const bf16 *x = p.x + static_cast<size_t>(own_row) * p.stride + column;
+  if (!kNorm) asm volatile("" : "+l"(x)); // an address before the wait
   wait_for_predecessor();
   launch_dependents();
   if constexpr (kNorm) {
@@ -53,14 +56,18 @@ __global__ void __launch_bounds__(kThreads, resident(kThreads)) project(Projecti
     if (threadIdx.x < kGroups * kRows) // read after the first tile's barrier
       factors[threadIdx.x] = Rows::factor(squares[threadIdx.x / kRows], threadIdx.x % kRows, true, p.eps);
   } else {
-    b.load(p.x + column, p.stride, blockIdx.y * kGroups * kRows, p.rows);
+    b.load(x, p.stride, own_row, p.rows);
   }
   const int tiles = kHeld ? 1 : rows.tiles();
+  if (kHeld) {
+    output.fetch(p, rows, 0);
+    __syncwarp(); // or ptxas asks for it when the rows have come
+  }
   float4 even = make_float4(0.f, 0.f, 0.f, 0.f), odd = even; // of held rows
   if (kHeld) held.await();
 #pragma unroll 1
   for (int at = 0; at < tiles; at++) {
-    output.fetch(p, rows, at);
+    if (!kHeld) output.fetch(p, rows, at);
     rows.aim(min(at + 1, tiles - 1), g, weight, p.outputs, p.columns, top, bottom);
     float4 c[kGroups];
     multiply(tile, b, c, [&](int, int i) {

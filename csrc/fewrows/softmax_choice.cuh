@@ -7,6 +7,7 @@ namespace eagle3 {
 
 constexpr int kExperts = 512; // at most
 constexpr int kChoices = 8;   // of a row, at most
+constexpr int kPackets = 16 * kExperts;
 
 struct Experts {
   const bf16 *x;        // [rows, columns] residual stream
@@ -15,7 +16,7 @@ struct Experts {
   const bf16 *gate_up;  // [experts, 2 * width, columns], gates first
   const bf16 *down;     // [experts, columns, width]
   float *logits;        // [rows, experts] scratch where there are more rows than one block of them
-  uint64_t *packets;    // [16, kExperts] logits of a launch that routes its one block of rows itself
+  uint64_t *packets;    // [kPackets] logits of a launch that routes its one block of rows itself, in Board's copies
   unsigned *launch;     // [1] number of the next such launch; one before the first
   int *chosen;          // [blocks of rows, 1 + kChosen] scratch: how many experts a block's rows chose, and which
   float *shares;        // [blocks of rows, kChosen, kHeld] scratch: of each of those experts in each row; -1: none
@@ -35,6 +36,15 @@ struct Block {
       : first(blockIdx.y * kHeld), live(min(kHeld, p.rows - static_cast<int>(blockIdx.y) * kHeld)) {}
 };
 
+// Where packets lie: as many copies of a block of rows as there is room for, of which a block reads one. All blocks wait for all
+// packets, and a line of the L2 answers one after another.
+template <int kGroups, int kMany>
+struct Board {
+  static constexpr int kPitch = 32 * kMany, kCopies = kPackets / (Block<kGroups>::kHeld * kPitch);
+  static_assert(kCopies * kGroups <= 8, "a warp a group and copy writes them");
+  static __device__ __forceinline__ int place(int copy, int row) { return (copy * Block<kGroups>::kHeld + row) * kPitch; }
+};
+
 // A lane's kMany neighbours of a row's logits: from memory, or from packets, which are waited for.
 template <int kMany>
 __device__ __forceinline__ void load_logits(const Experts &p, int row, float (&value)[kMany]) {
@@ -43,10 +53,11 @@ __device__ __forceinline__ void load_logits(const Experts &p, int row, float (&v
 #pragma unroll
   for (int j = 0; j < kMany; j++) value[j] = first + j < p.experts ? load_float(from + j) : 0.f;
 }
-template <int kMany>
+template <int kGroups, int kMany>
 __device__ __forceinline__ void await_logits(const Experts &p, int row, unsigned tag, float (&value)[kMany]) {
   const int first = (static_cast<int>(threadIdx.x) & 31) * kMany;
-  const uint64_t *from = p.packets + row * kExperts + first;
+  using Copies = Board<kGroups, kMany>;
+  const uint64_t *from = p.packets + Copies::place(blockIdx.x % Copies::kCopies, row) + first;
   Packets v[kMany / 2];
   bool here;
   do { // all of them on their way before the first one is looked at; those of no expert are memory too
