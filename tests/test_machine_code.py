@@ -25,6 +25,11 @@ SUMS = """
 using namespace eagle3;
 int used(const Links &l, const Reduction &r) { return reduce<2>(l, r, 0, 132, 0) + reduce<8>(l, r, 0, 132, 0); }
 """
+TILES = """
+#include "fewrows/fp4.cuh"
+using namespace eagle3;
+int used(const Fp4Experts &p) { return fp4_experts(p, 132, nullptr); }
+"""
 WAIT = "ACQBULK"
 
 
@@ -36,6 +41,15 @@ def functions(cubin):
     return {part.split(",")[0]: re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", part) for part in parts}
 
 
+def compiled(unit, folder):
+    """`functions` of a unit of csrc."""
+    (folder / "unit.cu").write_text(unit)
+    made = folder / "unit.cubin"
+    command = ["nvcc", "-std=c++17", "-O3", "-arch=sm_90a", "-cubin", "-I", native.sources(), "-o", made]
+    subprocess.run([*command, folder / "unit.cu"], check=True, capture_output=True)
+    return functions(made)
+
+
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
 @pytest.mark.parametrize(
     "unit, kernel, count, load, least", [(PROJECTIONS, "", 14, "LDG.E.NA", 8), (SUMS, "reduce_rows", 4, "LDG.E.128", 1)]
@@ -43,13 +57,20 @@ def functions(cubin):
 def test_weights_are_asked_for_before_the_wait(unit, kernel, count, load, least, tmp_path):
     """Of projections; and the gains of a sum's norm. Kills weights loaded by `ld.global.nc`, which ptxas may move
     behind griddepcontrol.wait, and gains loaded after it."""
-    (tmp_path / "unit.cu").write_text(unit)
-    made = tmp_path / "unit.cubin"
-    command = ["nvcc", "-std=c++17", "-O3", "-arch=sm_90a", "-cubin", "-I", native.sources(), "-o", made]
-    subprocess.run([*command, tmp_path / "unit.cu"], check=True, capture_output=True)
-    found = {name: code for name, code in functions(made).items() if kernel in name}
+    found = {name: code for name, code in compiled(unit, tmp_path).items() if kernel in name}
     assert len(found) >= count
     for name, code in found.items():
         wait = next(i for i, line in enumerate(code) if WAIT in line)
         early = sum(load in line for line in code[:wait])
         assert early >= least, f"{name}: {early} loads of weights before the wait"
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
+def test_tiles_keep_their_registers(tmp_path):
+    """Packed experts by bulk copies. Kills one register too many: what is spilled is loaded back behind the rows that a
+    warp has asked for, expert after expert."""
+    found = {name: code for name, code in compiled(TILES, tmp_path).items() if "_tiles" in name}
+    assert sum("down_tiles" in name for name in found) == 1 and len(found) == 4
+    for name, code in found.items():
+        spilled = [line for line in code if re.search(r"\b(STL|LDL)\b", line)]
+        assert not spilled, name

@@ -2,7 +2,7 @@
 // power of two of each group, one byte. Gate and up rows lie in turn; sizes are whole groups.
 #pragma once
 
-#include "packed_down.cuh"
+#include "down_tiles.cuh"
 #include "packed_tiles.cuh"
 
 namespace eagle3 {
@@ -74,7 +74,7 @@ struct Fp4Experts {
   int rows, columns, width, experts, choices;
 };
 
-// Down by the width alone: gpt-oss whole and halved have spans for every warp.
+// Down by the width alone: gpt-oss halved has spans for every warp.
 template <int kHalves>
 inline cudaError_t fp4_down(const Fp4Experts &p, int spans, int grid, cudaStream_t stream) {
   if (spans > 12 && spans <= 24) return launch_packed_down_spread<12, 2, 2, kHalves>(p, grid, stream);
@@ -86,12 +86,14 @@ inline cudaError_t fp4_experts(const Fp4Experts &p, int blocks, cudaStream_t str
   if (!packed_serves(p)) return cudaErrorInvalidValue;
   cudaError_t e = cudaErrorInvalidValue;
   switch (p.columns) {
-  case 256: e = launch_packed_tiles<256, 2, 1, 4>(p, blocks, stream); break;
-  case 320: e = launch_packed_tiles<320, 2, 2, 4>(p, blocks, stream); break;
-  case 2880: e = launch_packed_tiles<2880, 12, 2, 4>(p, blocks, stream); break;
+  case 256: e = launch_packed_tiles<256, 2, 1, 1, 4>(p, blocks, stream); break;
+  case 320: e = launch_packed_tiles<320, 2, 2, 2, 4>(p, blocks, stream); break;
+  case 2880: e = launch_packed_tiles<2880, 6, 4, 2, 4>(p, blocks, stream); break;
   default: break;
   }
   if (e != cudaSuccess) return e;
+  if (has_down_tiles<2880>(p, blocks)) // gpt-oss whole
+    return launch_down_tiles<2880, 23, 1, 3>(p, stream);
   // one block a multiprocessor where 32 outputs each are enough
   const int least = (p.columns + 31) / 32, share = blocks < p.columns ? blocks : p.columns, grid = share > least ? share : least;
   const int spans = (p.width + kSpan - 1) / kSpan;

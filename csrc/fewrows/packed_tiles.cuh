@@ -37,7 +37,7 @@ constexpr int kAdders = 8 * kRows; // threads that add up a tile, one for each u
 constexpr int kSums = 2;           // tiles whose parts are held for them
 constexpr int kBiases = 8;         // of such a thread, on their way: they wait for memory longer than a tile takes
 
-// What the warps of a block tell one another.
+// What the warps of a block tell one another. kWarps: that multiply a tile.
 template <int kWarps, int kSlots>
 struct TileShared {
   Ring<kSlots> ring;
@@ -95,56 +95,67 @@ __device__ __forceinline__ void add_tiles(const P &p, TileShared<kWarps, kSlots>
   }
 }
 
-// Multiplies the block's `tiles` tiles by the rows b, [kSpans * 4] of the lane's row and groups; `group` is the first of those.
-template <class F, int kColumns, int kSpans, int kWarps, int kSlots>
-__device__ __forceinline__ void multiply_tiles(TileShared<kWarps, kSlots> &shared, const uint4 *memory, const uint4 *b, int group, int tiles) {
+// Multiplies every kTeams-th of the block's `tiles` tiles, from the team's own on, by the rows b, [kSpans * 4] of the lane's row and
+// groups; `group` is the first of those. `warp`: of the team.
+template <class F, int kColumns, int kSpans, int kTeams, int kWarps, int kSlots>
+__device__ __forceinline__ void multiply_tiles(TileShared<kWarps, kSlots> &shared, const uint4 *memory, const uint4 *b, int group, int tiles,
+                                               int team, int warp) {
   using Tile = TileSlot<kColumns>;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2;
-  int codes[kSpans], scales[kSpans]; // of the lane's gate in a slot, in bytes; what does not exist meets zeros, as another group
+  static_assert(kSlots % kTeams == 0 && kSums % kTeams == 0, "a team has slots of its own");
+  static_assert(kWarps * kSpans * kSpan / 2 - Tile::kRow <= 16 * Tile::kScales, "codes behind the last row's lie in the slot");
+  const int lane = threadIdx.x & 31, g = lane >> 2;
+  // Of the lane's gate in a slot, in bytes. Groups that do not exist meet zeros: any codes, and scales of another group.
+  const int codes = held(2 * g * Tile::kRow + group * 16);
+  int scales[kSpans];
 #pragma unroll
-  for (int q = 0; q < kSpans; q++) {
-    const int at = (group + q * 4) * kGroup < kColumns ? group + q * 4 : 0;
-    codes[q] = held(2 * g * Tile::kRow + at * 16), scales[q] = held(Tile::kCodes + 2 * g * Tile::kScales + at);
-  }
-  int slot = 0, parity = 0;
+  for (int q = 0; q < kSpans; q++) scales[q] = held(Tile::kCodes + 2 * g * Tile::kScales + ((group + q * 4) * kGroup < kColumns ? group + q * 4 : 0));
+  int slot = team, parity = 0;
 #pragma unroll 1
-  for (int n = 0, tile = blockIdx.x; tile < tiles; n++, tile += gridDim.x) {
+  for (int n = team, tile = blockIdx.x + team * gridDim.x; tile < tiles; n += kTeams, tile += kTeams * gridDim.x) {
     const char *const from = reinterpret_cast<const char *>(memory) + slot * Tile::kBytes;
     Slot<F, kSpans> top, bottom;
+    auto fetch = [&](int q) {
+      top.words[q] = *reinterpret_cast<const uint4 *>(from + codes + q * (kSpan / 2));
+      bottom.words[q] = *reinterpret_cast<const uint4 *>(from + codes + q * (kSpan / 2) + Tile::kRow);
+    };
     await(shared.ring.full + slot, parity);
 #pragma unroll
     for (int q = 0; q < kSpans; q++) {
       top.stored[q] = *reinterpret_cast<const uint8_t *>(from + scales[q]);
       bottom.stored[q] = *reinterpret_cast<const uint8_t *>(from + scales[q] + Tile::kScales);
-      top.words[q] = *reinterpret_cast<const uint4 *>(from + codes[q]);
-      bottom.words[q] = *reinterpret_cast<const uint4 *>(from + codes[q] + Tile::kRow);
+      if (q < 2) fetch(q);
     }
-    __syncwarp();
-    if (lane == 0) arrive(shared.ring.empty + slot);
-    if (++slot == kSlots) slot = 0, parity ^= 1;
     float4 c = make_float4(0.f, 0.f, 0.f, 0.f), odd = c;
     multiply_by_need(top.large() | bottom.large(), [&](auto large) {
 #pragma unroll
-      for (int q = 0; q < kSpans; q++)
+      for (int q = 0; q < kSpans; q++) {
         multiply_words<F, decltype(large)::value>(c, odd, top.words[q], top.scale(q), &bottom.words[q], bottom.scale(q),
                                                   [&](int eight) { return b[q * 4 + eight]; });
+        if (q + 2 < kSpans) fetch(q + 2);
+      }
     });
+    __syncwarp();
+    if (lane == 0) arrive(shared.ring.empty + slot);
+    if ((slot += kTeams) >= kSlots) slot = team, parity ^= 1;
     shared.sums.await_empty(n);
     shared.red[n % kSums][warp][lane] = add(c, odd);
     shared.sums.end(n);
   }
 }
 
-// Every multiplying warp has kSpans spans of the columns of its own. One warp more asks for tiles, others add up and activate, so that
-// nobody who multiplies waits but for a tile.
-template <class P, int kColumns, int kWarps, int kSpans, int kSlots>
-__global__ void __launch_bounds__(kWarps * 32 + 32 + kAdders, 1) packed_tiles(P p) {
+// Teams of kWarps warps take tiles in turn, every warp has kSpans spans of the columns of its own. One warp more asks for tiles, others
+// add up and activate, so that nobody who multiplies waits but for a tile.
+template <int kWarps, int kTeams>
+constexpr int kTileThreads = kWarps * kTeams * 32 + 32 + kAdders;
+
+template <class P, int kColumns, int kWarps, int kSpans, int kTeams, int kSlots>
+__global__ void __launch_bounds__(kTileThreads<kWarps, kTeams>, 1) packed_tiles(P p) {
   using F = typename P::Format;
   static_assert(sizeof(typename F::Scale) == 1, "scales of a byte");
-  constexpr int kThreads = kWarps * 32 + 32 + kAdders;
+  constexpr int kThreads = kTileThreads<kWarps, kTeams>;
   extern __shared__ uint4 tile_memory[]; // [kSlots]
   __shared__ TileShared<kWarps, kSlots> shared;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int all = threadIdx.x >> 5, team = all / kWarps, warp = all % kWarps, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int live = min(kRows, p.rows - static_cast<int>(blockIdx.y) * kRows), adder = static_cast<int>(threadIdx.x) - (kThreads - kAdders);
   const unsigned each = p.width / 8; // divided before any wait
   const TileWalk::Steps steps = {static_cast<int>(blockIdx.x / each), static_cast<int>(blockIdx.x % each), static_cast<int>(each),
@@ -161,23 +172,23 @@ __global__ void __launch_bounds__(kWarps * 32 + 32 + kAdders, 1) packed_tiles(P 
 #pragma unroll
   for (int i = 0; i < kSpans * 4; i++) {
     b[i] = make_uint4(0, 0, 0, 0);
-    if (warp < kWarps && g < live && (group + i / 4 * 4) * kGroup < kColumns) b[i] = load_rows(x + i / 4 * kSpan + i % 4 * 8);
+    if (team < kTeams && g < live && (group + i / 4 * 4) * kGroup < kColumns) b[i] = load_rows(x + i / 4 * kSpan + i % 4 * 8);
   }
   const int count = choose_rows<kThreads, false>(p, own, shared.choice);
   launch_dependents(); // the next kernel reads ids and weights before it waits: they are older than this one
   const TileWalk first = {steps.u, steps.tile};
-  if (warp < kWarps)
-    multiply_tiles<F, kColumns, kSpans>(shared, tile_memory, b, group, count * static_cast<int>(each));
+  if (team < kTeams)
+    multiply_tiles<F, kColumns, kSpans, kTeams>(shared, tile_memory, b, group, count * static_cast<int>(each), team, warp);
   else if (adder < 0)
     ask_tiles<kColumns>(p, shared, tile_memory, first, steps, count);
   else
     add_tiles(p, shared, first, steps, count, adder);
 }
 
-template <int kColumns, int kWarps, int kSpans, int kSlots, class P>
+template <int kColumns, int kWarps, int kSpans, int kTeams, int kSlots, class P>
 inline cudaError_t launch_packed_tiles(const P &p, int blocks, cudaStream_t stream) {
   const dim3 grid(blocks, (p.rows + kRows - 1) / kRows);
-  return launch(packed_tiles<P, kColumns, kWarps, kSpans, kSlots>, grid, kWarps * 32 + 32 + kAdders, kSlots * TileSlot<kColumns>::kBytes, stream, 1, p);
+  return launch(packed_tiles<P, kColumns, kWarps, kSpans, kTeams, kSlots>, grid, kTileThreads<kWarps, kTeams>, kSlots * TileSlot<kColumns>::kBytes, stream, 1, p);
 }
 
 } // namespace eagle3
