@@ -21,7 +21,7 @@ from . import head, linear, native_latent, native_packed, native_routing
 from .routing import Routing
 from .structs import filled, structure
 
-ABI = 14
+ABI = 15
 CAPABILITY = (9, 0)
 # columns of a projection, with a norm or without (project.cuh)
 COLUMNS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 2304, 2880, 4096)
@@ -36,7 +36,8 @@ SHARES = (1, 2, 4, 8)  # query heads a key head serves (attention.cuh)
 TILE, RANKS = 64, (6, 8)  # positions of a tile; blocks of a cluster, each of which has two tiles
 # positions of the longest page tables that one such cluster serves, the faster: unwritten rows may reach a tile more
 SHORT = tuple((2 * ranks - 1) * TILE for ranks in RANKS)
-VECTORS, CLUSTERS, MOST_VECTORS = 16, 3, 1 << 18  # rows times heads of a part; clusters that merge; vectors of a pass
+VECTORS = 16  # rows times heads of a part of a block
+DEALT, HANDED = 32, 1024  # blocks a group of heads of long tables; vectors whose partials they hand over at a time
 
 
 class Unavailable(Exception):
@@ -47,7 +48,7 @@ class Unavailable(Exception):
 Projection = structure("Projection", p="x gamma weight bias residual y", f="eps", i="rows outputs columns stride")
 Attention = structure(
     "Attention",
-    p="projected q_gain k_gain cos_sin positions index pages prefix tree sinks keys values y sums stats arrivals",
+    p="projected q_gain k_gain cos_sin positions index pages prefix tree sinks keys values y sums",
     f="eps scale",
     i="t heads groups turned columns table page window slots",
 )
@@ -135,7 +136,8 @@ class Library:
         # experts.cuh: what blocks of one launch tell each other, and which launch is next
         self.logits = torch.zeros(HELD, MOST_EXPERTS, dtype=torch.int64, device=device)
         self.launch = torch.ones(1, dtype=torch.int32, device=device)
-        self.attended = torch.zeros(MOST_VECTORS, dtype=torch.int32, device=device)  # attention.cuh: likewise
+        # merge.cuh: what ranks hand over, zero but while a launch is under way
+        self.handed = torch.zeros(HANDED * DEALT * (128 + 4), dtype=torch.float32, device=device)
         tiles = native_routing.MOST_TILES  # router.cuh: likewise, and who has arrived
         self.scores = torch.zeros(tiles * 8, native_routing.MOST_EXPERTS, dtype=torch.int64, device=device)
         self.routes = torch.ones(tiles, dtype=torch.int32, device=device)
@@ -192,10 +194,8 @@ class Library:
         (b, t), (_, g, width), turned = positions.shape, k_plane.shape, cos_sin.shape[1]
         heads = weight.shape[0] // width - 2 * g
         fits = width in (64, 128) and heads // g in SHARES and turned % 64 == 0 and v_plane.shape[2] == width
-        # vectors of all blocks: whole parts, as many to a block as attention.cuh says
-        parts = 2 if t * heads > VECTORS * g else 1
-        vectors = b * g * -(-t * heads // (g * parts * VECTORS)) * parts * VECTORS
-        if t > 64 or vectors > MOST_VECTORS or not fits or not _projects(x.shape[1]):
+        fits = fits and 2 * VECTORS * g <= HANDED  # those of one block of each group of heads
+        if t > 64 or not fits or not _projects(x.shape[1]):
             return self.base.attend(
                 x, norm_weight, eps, weight, bias, q_norm, k_norm, cos_sin, positions, index, pages, page_size,
                 k_plane, v_plane, prefix, tree, scale, window, sinks,
@@ -203,18 +203,13 @@ class Library:
         projected = self.project(x, norm_weight, eps, weight, bias, None)
         y = x.new_empty(b * t, heads * width)
         tree = None if tree is None else tree.contiguous()
-        merge = {}
-        if pages.shape[1] * page_size > SHORT[-1]:  # several clusters: partials to merge
-            float32 = dict(dtype=torch.float32, device=x.device)
-            sums, stats = (torch.empty(vectors, CLUSTERS, n, **float32) for n in (width, 2))
-            merge = dict(sums=sums, stats=stats, arrivals=self.attended)
         self.call(
             "eagle3_attention", Attention, width, b,
             projected=projected, q_gain=q_norm, k_gain=k_norm, cos_sin=cos_sin, positions=positions.contiguous(),
             index=index.contiguous(), pages=pages, prefix=prefix.contiguous(), tree=tree, sinks=sinks,
             keys=k_plane, values=v_plane, y=y, eps=eps, scale=scale * 1.4426950408889634, t=t, heads=heads, groups=g,
             turned=turned, columns=pages.shape[1], table=pages.stride(0), page=page_size, window=window or 0,
-            slots=k_plane.shape[0], **merge,
+            slots=k_plane.shape[0], sums=self.handed,
         )  # fmt: skip
         return y
 

@@ -29,12 +29,14 @@ ATTEND = (
 )
 # prefixes, heads, groups, head size, rotating lanes, page size, window
 LONG = (
-    ((500,), 32, 4, 128, 128, 64, None),  # one cluster, then two where the table is long
+    ((500,), 32, 4, 128, 128, 64, None),  # a short table, then a long one
     ((1023, 511), 8, 1, 128, 64, 48, None),
     ((2047,), 8, 8, 64, 64, 16, None),
     ((1500,), 8, 2, 128, 128, 20, None),  # a page's rows are not multiples of 8: copied one by one
     ((4200, 90), 16, 4, 128, 128, 64, None),
     ((8190,), 32, 4, 128, 128, 64, None),
+    ((13000,), 8, 1, 128, 128, 64, None),  # a rank has more tiles than stages
+    ((4100,), 32, 32, 64, 64, 64, None),  # more blocks than a GPU takes at once, in two launches
     ((5000, 900), 16, 2, 64, 64, 16, 1500),
 )
 MOE = (
@@ -144,8 +146,8 @@ def chain(make, prefixes, heads, groups, width, turned, page, window):
 
 @pytest.mark.parametrize("sizes", LONG, ids=str)
 def test_long_contexts(table, sizes):
-    """Law 1 across the borders of tiles, ranks and clusters, and the reference. Kills partials merged in another order
-    where there are more rows or a longer table, tiles that nobody folds, arrivals that are not reset."""
+    """Law 1 across the borders of tiles and ranks, and the reference. Kills partials merged in another order where
+    there are more rows or a longer table, tiles that nobody folds, partials that are not made zero again."""
     arguments, b = chain(Quick(), *sizes), len(sizes[0])
     compare(table, "attend", f"{sizes}, 64 rows", arguments(0, 64), B16)
     want = table.attend(*arguments(0, 64)).view(b, 64, -1)
@@ -319,7 +321,7 @@ def test_a_row_is_the_same_among_any(table):
 
 
 def test_repeats_are_equal(table):
-    """Kills races: arrivals that are not reset, rings overwritten before they are read."""
+    """Kills races: partials that are not made zero again, rings overwritten before they are read."""
     for op, arguments in [*products(4), *(("attend", x) for _, x in attend(B16, "cuda", (ATTEND[1], ATTEND[-1])))]:
         results = [getattr(table, op)(*copies(arguments)) for _ in range(20)]
         results = [x if isinstance(x, torch.Tensor) else x[0] for x in results]

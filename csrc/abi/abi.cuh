@@ -3,7 +3,7 @@
 
 namespace eagle3 {
 
-constexpr int kAbiVersion = 14;
+constexpr int kAbiVersion = 15;
 
 __global__ void abi_probe(int *out) { *out = kAbiVersion; }
 

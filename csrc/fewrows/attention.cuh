@@ -1,9 +1,9 @@
 // A GQA layer's attention over few rows, after the projection: head norms, RoPE, cache write, attention under the one law
 // (kernels/attention.py), merge.
 //
-// Positions come in tiles of 64, counted from 0, and are dealt to clusters and ranks in pairs (dealing.cuh): the even tile to
-// warps 0 to 3 of 8, the odd one to warps 4 to 7, 16 positions a warp. A warp folds its positions in ascending order; the partials
-// of warps, then of ranks, then of clusters are merged in ascending order. All of that follows from a query's own position, so
+// Positions come in tiles of 64, counted from 0, and are dealt to ranks in pairs (dealing.cuh): the even tile to warps 0 to 3 of 8,
+// the odd one to warps 4 to 7, 16 positions a warp. A warp folds its positions in ascending order; the partials of warps, then of
+// 8 ranks, then of those in long tables are merged in ascending order. All of that follows from a query's own position, so
 // neither the rows beside it nor the shape of its tree nor the size of the launch change a bit: whoever has no position of a query
 // adds nothing to it, and may as well be missing.
 // The four warps of a side (even or odd) fetch their own tiles, in long tables by copies that one of them asks for, and wait for
@@ -20,14 +20,15 @@
 #include "nodes.cuh"
 #include "stages.cuh"
 
+#include <algorithm>
 #include <type_traits>
 
 namespace eagle3 {
 
-// Cluster x / kUsed: group of heads; y: tile of rows; z: sequence and, where there are several, a cluster of tiles. kShare heads a
-// group; kHalf: see turn; kUsed: ranks of the cluster that are there. Warps 8 i … 8 i + 7 hold part i.
+// Short tables: cluster x / kUsed: group of heads; y: tile of rows; z: sequence. Long ones: x: see rank_of; y: past `first`, sequences'
+// tiles of rows. kShare heads a group; kHalf: see turn; kUsed: ranks that are there. Warps 8 i … 8 i + 7 hold part i.
 template <int kWidth, int kShare, int kHalf, int kMost, int kUsed, class Maps>
-__global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attention p, const __grid_constant__ Maps maps) {
+__global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attention p, const __grid_constant__ Maps maps, int first) {
   constexpr int kBlock = kVectors / kShare, kMany = kWidth / 32, kChunks = kWidth / 8; // kBlock: rows of a part
   constexpr bool kOne = std::is_same_v<Maps, NoBoxes>; // a short table
   // Where the first projection's blocks end, those behind this kernel ask for weights: of models with such heads, whose projections
@@ -49,14 +50,21 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   const int threads = kMost == 1 ? kWarps * 32 : blockDim.x, parts = threads / (kWarps * 32);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, part = warp / kWarps, side = warp / kSlices & 1, slice = warp % kSlices;
   const int mates = parts * kSide, mate = part * kSide + threadIdx.x % kSide; // threads of this side, and which of them this one is
-  const int rank = cluster_rank(), group = blockIdx.x / kUsed, batch = kOne ? gridDim.z : gridDim.z / kClusters;
-  const int own = kOne ? 0 : blockIdx.z / batch, b = blockIdx.z - own * batch; // own: cluster of tiles
-  const int first_row = blockIdx.y * parts * kBlock, rows = min(parts * kBlock, p.t - first_row), vectors = rows * kShare;
+  const RankOf place = kOne ? RankOf{cluster_rank(), static_cast<int>(blockIdx.x / kUsed)} : rank_of(p.groups);
+  const int rank = place.rank, group = place.group, tiles = (p.t + parts * kBlock - 1) / (parts * kBlock), unit = first + blockIdx.y;
+  const int b = kOne ? blockIdx.z : unit / tiles, tile_of_rows = kOne ? blockIdx.y : unit - b * tiles;
+  const int first_row = tile_of_rows * parts * kBlock, rows = min(parts * kBlock, p.t - first_row), vectors = rows * kShare;
   const int64_t line0 = static_cast<int64_t>(b) * p.t;
-  const int prefix = static_cast<int>(load_long(p.prefix + b));
+  const int64_t prefix_asked = load_long(p.prefix + b);
   const int *const pages = p.pages + static_cast<int64_t>(b) * p.table;
   const auto asked = nodes.ask(p, line0, first_row, rows);
-  auto mine = [&](int s) { return (kOne || s / kRun % kClusters == own) && s % kRun / 2 == rank; };
+  // 16 vectors: their rows, and of the half that this warp norms and turns for its side, if it does, all but the vectors
+  const int g = lane >> 2, halves = part * kBlock + 8 / kShare < rows ? 2 : 1;
+  const int turned = g + 8 * (slice & 1), turned_row = part * kBlock + turned / kShare;
+  // Blocks of long tables that no nodes are in read no table of nodes.
+  const int64_t own_position = kOne ? 0 : load_long(p.positions + line0 + first_row + min(turned_row, rows - 1));
+  const uint64_t own_bits = kOne ? 0 : nodes.bits_of(p, line0, first_row + min(lane, rows - 1));
+  auto mine = [&](int s) { return s % kNext<kOne> / 2 == rank; };
   int page, rest; // of a row of a short table's tile: its page and its place there
   auto look = [&](int row) { // slots are below 2^31, as no GPU's memory holds more
     const unsigned column = static_cast<unsigned>(row) / static_cast<unsigned>(p.page);
@@ -65,9 +73,9 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   };
   int *const slots = slots_of + side * kTile;
   const Stream<kWidth, kDepth, Maps> stream{p, maps, pages, memory + side * kDepth * P::kStage, copies[kOne ? 0 : side], group};
-  const bool asks = !kOne && part == 0 && slice == 0; // of long tables: a warp a side
+  const bool asks = !kOne && part == 0 && slice == 2; // of long tables: a warp a side that turns no queries
   int pages_of[3]; // of the tiles that it asks for first
-  const int begin = first_tile<kOne>(own, rank, side, 0);
+  const int begin = first_tile<kOne>(rank, side, 0);
   auto look_ahead = [&](int s) {
 #pragma unroll
     for (int i = 0; i < 3; i++) {
@@ -77,10 +85,13 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   };
   if (kOne) look(begin * kTile + mate % kTile); // before the prefix is known: most often no window moves the first tile
   if (asks) look_ahead(begin);
+  const int prefix = static_cast<int>(prefix_asked);
   // no row of the block sees an older tile
   const int oldest = p.window ? max(0, prefix + (p.tree ? 0 : first_row) - p.window + 1) / kTile : 0;
-  if (!(clusters_with<kOne>(oldest, prefix + kTile) >> own & 1)) return; // whatever the tree, no tile is this cluster's
-  const int start = first_tile<kOne>(own, rank, side, oldest), border = prefix / kTile; // the tile that the prefix ends in, and the first node's
+  auto first_of = [&](int rank, int side) { return first_tile<kOne>(rank, side, oldest); };
+  const bool merges = !kOne && rank >= kDealt - kMergers && kDealt - 1 - rank < vectors;
+  if (!kOne && !merges && min(first_of(rank, 0), first_of(rank, 1)) * kTile >= prefix + kTile) return; // whatever the tree, no tile is this rank's
+  const int start = first_of(rank, side), border = prefix / kTile; // the tile that the prefix ends in, and the first node's
   const int tail = border + !mine(border); // the first of this rank that nodes may be in, if it is this rank's
   const int depth = kDepth - (!kOne && side && mine(tail)); // of this side: nodes take the other's place
   if (start != begin) {
@@ -119,28 +130,27 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
     }
     commit_copies();
   };
-  nodes.read(p, asked, line0, first_row, rows, prefix, pages);
+  int end = kOne ? 0 : prefix + max(1, static_cast<int>(__reduce_max_sync(kAll, __popcll(own_bits))));
+  const bool holds = mine(tail) && tail * kTile < end; // of long tables: whether nodes are in a tile of this block
+  if (kOne || holds || p.window) nodes.read(p, asked, line0, first_row, rows, prefix, pages);
+  if (kOne) end = nodes.end;
   // Nodes have a stage of their own where a block may have two parts: in long tables the odd side's last. Else they lie behind the
   // prefix's rows in the stage of their tile, or else in that of the odd one after it, which has no such rows, or else in that of the
   // even one before it, once it is folded.
   const int before = max(0, prefix - tail * kTile);
-  const bool beside = before + nodes.count() <= kTile;
+  const bool beside = kMost > 1 || before + nodes.count() <= kTile;
   // row of their first key
   const int node0 = kMost == 1 ? beside ? (tail & 1) * 2 * kTile + before : (~tail & 1) * 2 * kTile : (2 * kDepth - !kOne) * 2 * kTile;
-  const int end = nodes.end;
   if (kOne) fetch();
-  const unsigned clusters = clusters_with<kOne>(oldest, end);
-  if (!(clusters >> own & 1)) return; // nothing was copied
-  auto has = [&](int rank, int side) { return first_tile<kOne>(own, rank, side, oldest) * kTile < end; };
-  const bool live = has(lane % kRanks, 0) || has(lane % kRanks, 1); // whether a rank has a partial
-  const unsigned live_ranks = __ballot_sync(kAll, live) & ((1u << kRanks) - 1);
-  // vector i is rank i mod kUsed's, who gets it from all that have a part of it
-  if (threadIdx.x == 0) open_inbox(&inbox, (vectors + kUsed - 1 - rank) / kUsed * __popc(live_ranks) * (kWidth + 2) * 4);
+  auto has = [&](int rank) { return min(first_of(rank, 0), first_of(rank, 1)) * kTile < end; }; // whether it has a partial
+  const unsigned live_ranks = kOne ? __ballot_sync(kAll, has(lane % kRanks)) & ((1u << kRanks) - 1) : 0;
+  // of short tables vector i is rank i mod kUsed's, who gets it from all that have a part of it
+  if (kOne && threadIdx.x == 0) open_inbox(&inbox, (vectors + kUsed - 1 - rank) / kUsed * __popc(live_ranks) * (kWidth + 2) * 4);
   if (kOne) cluster_arrive();
   const int lanes = (p.heads + 2 * p.groups) * kWidth;
-  const bool some = live_ranks >> rank & 1, folds = start * kTile < end; // whether this block has a tile, and this side
+  const bool some = kOne ? live_ranks >> rank & 1 : has(rank), folds = start * kTile < end; // whether this block has a tile, and this side
   // the first tile past the prefix is written by who folds it
-  const bool writes = blockIdx.y == 0 && mine(border), own_nodes = some && mine(tail) && tail * kTile < end;
+  const bool writes = tile_of_rows == 0 && mine(border), own_nodes = kOne ? some && mine(tail) && tail * kTile < end : holds;
   const bool late = kMost == 1 && own_nodes && !beside && (tail & 1); // then by the odd side, when the even one has folded its tile
   const int nodes_tile = border + ((border ^ side) & 1); // the only one of this side that nodes may be in, if it is this rank's
   const bool sees_nodes = own_nodes && mine(nodes_tile) && nodes_tile >= oldest && nodes_tile * kTile < end;
@@ -157,8 +167,6 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
     commit_copies();
   };
   if (earlier && !late) fetch_earlier();
-  // 16 vectors: their rows, and of the half that this warp norms and turns for its side, if it does, all but the vectors
-  const int g = lane >> 2, halves = part * kBlock + 8 / kShare < rows ? 2 : 1;
   uint4 *const queries = attention_memory + P::kQueries / sizeof(uint4) + (side * kMost + part) * Sums::kQueries;
   struct Limits {
     int row, last, after; // a vector's row; positions that it sees are up to `last` and past `after`
@@ -170,13 +178,12 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   Limits early[2] = {}; // in long tables where they are needed: there are no registers to keep them
   if (kOne) early[0] = limits(0), early[1] = limits(1);
   const bool turns = folds && slice < halves;
-  const int turned = g + 8 * (slice & 1), turned_row = part * kBlock + turned / kShare;
   const bf16 *from = p.projected + (line0 + first_row + turned_row) * lanes + (group * kShare + turned % kShare) * kWidth + (lane & 3) * 8;
   asm volatile("" : "+l"(from)); // an address before the wait
   Angles<kHalf> angles;
   NodeTurn<kWidth> node_turn;
   uint4 gain[kMany], q[kMany];
-  if (turns) angles.load(p.cos_sin + static_cast<int64_t>(nodes.position_of[first_row + min(turned_row, rows - 1)]) * p.turned);
+  if (turns) angles.load(p.cos_sin + (kOne ? nodes.position_of[first_row + min(turned_row, rows - 1)] : own_position) * p.turned);
   if (own_nodes) node_turn.load(p, nodes);
 #pragma unroll
   for (int i = 0; i < kMany; i++) // ones where there are none
@@ -185,7 +192,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   if (!at_once) launch_dependents();
 #pragma unroll
   for (int i = 0; i < kMany; i++) q[i] = turns && turned_row < rows ? load_rows(from + i * 32) : make_uint4(0, 0, 0, 0);
-  constexpr int kRead = 1, kKept = 2, kOwn = 3; // barriers: the even tile is read; nodes are kept; of a side
+  constexpr int kRead = 1, kKept = 2, kOwn = 3, kVector = 5; // barriers: the even tile is read; nodes are kept; of a side; of a vector
   if (late && side) meet_at(kRead, threads);
   if (own_nodes && (side || !late)) {
     if (earlier && late) fetch_earlier();
@@ -268,13 +275,14 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
     if (folded) fold.store(result + warp * kVectors * kWidth, top_of + warp * kVectors, norm_of + warp * kVectors, halves);
     __syncthreads();
   }
-  if (!kOne) cluster_arrive(); // others may send
-  bool waited = false; // until this block may
+  bool waited = !kOne; // until other blocks may be sent to
   // the block's partials, a warp a vector at a time
   const int column = lane * kMany;
   float *const sent = result + P::kInbox, *const sent_stats = sent + P::kReceived * kWidth; // [vectors / kUsed, kUsed], kWidth and 2 of each
+  auto lines = [&](int v) { return Lines<kWidth>(p, group, parts * kVectors, v); };
   if (some) {
-    const unsigned side_warps = (1u << kSlices) - 1, live_warps = (has(rank, 0) ? side_warps : 0) | (has(rank, 1) ? side_warps << kSlices : 0);
+    const unsigned side_warps = (1u << kSlices) - 1;
+    const unsigned live_warps = (first_of(rank, 0) * kTile < end ? side_warps : 0) | (first_of(rank, 1) * kTile < end ? side_warps << kSlices : 0);
 #pragma unroll 1
     for (int v = warp; v < vectors; v += parts * kWarps) {
       const int at = v / kVectors * kWarps * kVectors + v % kVectors; // of its part's first warp
@@ -282,6 +290,10 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
       const Sum y = merge_partials<kWidth, kWarps>(
           of_all[0], of_all[1], live_warps, -INFINITY, [&](int w) { return make_float2(top_of[at + w * kVectors], norm_of[at + w * kVectors]); },
           [&](int w) { return *reinterpret_cast<const Sum *>(result + sum_at<kWidth>(at + w * kVectors, column & ~7) + (column & 7)); });
+      if (!kOne) {
+        lines(v).hand_over(rank, y, of_all[0], of_all[1]);
+        continue;
+      }
       if (!waited) cluster_wait(), waited = true;
       const int to = v / kUsed * kUsed + rank;
       send(sent + to * kWidth + column, &inbox, v % kUsed, y.v);
@@ -289,30 +301,32 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
     }
   }
   if (!waited) cluster_wait();
-  // the cluster's
-  const int v = rank + kUsed * warp;
-  if (v >= vectors) return;
+  // what this rank merges: of the cluster, or of all ranks
+  const int v = kOne ? rank + kUsed * warp : kDealt - 1 - rank + kMergers * (warp / kQuarters);
+  if (v >= vectors || !(kOne || merges)) return;
   const int head = group * kShare + v % kShare;
   bf16 *to = p.y + ((line0 + first_row + v / kShare) * p.heads + head) * kWidth + column;
   float sink = p.sinks ? __bfloat162float(p.sinks[head]) * 1.4426950408889634f : -INFINITY;
   asm volatile("" : "+l"(to), "+f"(sink)); // beside the others' sending
-  wait_inbox(&inbox);
-  const float *const got = sent + warp * kUsed * kWidth + column;
-  const float2 *const got_stats = reinterpret_cast<const float2 *>(sent_stats) + warp * kUsed;
-  float top, norm;
-  const Sum y = merge_partials<kWidth, kUsed>(top, norm, live_ranks, -INFINITY, [&](int c) { return got_stats[c]; },
-                                              [&](int c) { return *reinterpret_cast<const Sum *>(got + c * kWidth); });
-  merge_clusters<kWidth, kOne>(p, y, top, norm, clusters, own, sink, QueryVector{b, group, v, parts * kVectors, to});
+  if constexpr (kOne) {
+    wait_inbox(&inbox);
+    const float *const got = sent + warp * kUsed * kWidth + column;
+    const float2 *const got_stats = reinterpret_cast<const float2 *>(sent_stats) + warp * kUsed;
+    float top, norm;
+    const Sum y = merge_partials<kWidth, kUsed>(top, norm, live_ranks, -INFINITY, [&](int c) { return got_stats[c]; },
+                                                [&](int c) { return *reinterpret_cast<const Sum *>(got + c * kWidth); });
+    finish<kWidth>(to, y, top, norm, sink);
+  } else {
+    float *const shared = sent + warp / kQuarters * kQuarters * (kWidth + 2); // behind what other warps still read
+    merge_ranks<kWidth>(lines(v), shared, kVector + warp / kQuarters, has, to, sink);
+  }
 }
 
 template <int kWidth, int kShare, int kHalf>
 inline cudaError_t launch_attend(const Attention &p, int batch, cudaStream_t stream) {
-  auto grid = [&](int ranks, int clusters, int parts) {
-    const int rows = parts * kVectors / kShare;
-    return dim3(ranks * p.groups, (p.t + rows - 1) / rows, batch * clusters);
-  };
+  auto tiles_of = [&](int parts) { return (p.t + parts * kVectors / kShare - 1) / (parts * kVectors / kShare); };
   auto one_cluster = [&](auto kernel, int ranks, int parts, size_t shared) {
-    return launch(kernel, grid(ranks, 1, parts), parts * kWarps * 32, shared, stream, ranks, p, NoBoxes{});
+    return launch(kernel, dim3(ranks * p.groups, tiles_of(parts), batch), parts * kWarps * 32, shared, stream, ranks, p, NoBoxes{}, 0);
   };
   const int positions = p.columns * p.page, parts = p.t * kShare > kVectors ? kParts : 1;
   if constexpr (kWidth == 64) // two parts share their keys: half as many blocks leave more to the kernel behind
@@ -321,12 +335,15 @@ inline cudaError_t launch_attend(const Attention &p, int batch, cudaStream_t str
   // of short tables less shared memory: more fits beside it
   if (short_table(positions, kFewer)) return one_cluster(attend<kWidth, kShare, kHalf, 1, kFewer, NoBoxes>, kFewer, 1, Stages<kWidth, 1, kFewer, true>::kBytes);
   if (short_table(positions, kRanks)) return one_cluster(attend<kWidth, kShare, kHalf, 1, kRanks, NoBoxes>, kRanks, 1, Stages<kWidth, 1, kRanks, true>::kBytes);
-  if (!p.sums) return cudaErrorInvalidValue;
+  // as many tiles of rows at a time as there is room for what ranks hand over
+  const int tiles = tiles_of(parts) * batch, together = kHanded / (p.groups * parts * kVectors);
+  if (!p.sums || !together) return cudaErrorInvalidValue;
   Boxes boxes;
-  const cudaError_t e = make_boxes(boxes, p, kWidth);
-  if (e != cudaSuccess) return e;
-  return launch(attend<kWidth, kShare, kHalf, kParts, kRanks, Boxes>, grid(kRanks, kClusters, parts), parts * kWarps * 32,
-                Stages<kWidth, kParts, kRanks, false>::kBytes, stream, kRanks, p, boxes);
+  cudaError_t e = make_boxes(boxes, p, kWidth);
+  for (int first = 0; e == cudaSuccess && first < tiles; first += together)
+    e = launch(attend<kWidth, kShare, kHalf, kParts, kDealt, Boxes>, dim3(kDealt * p.groups, std::min(together, tiles - first)), parts * kWarps * 32,
+               Stages<kWidth, kParts, kDealt, false>::kBytes, stream, 1, p, boxes, first);
+  return e;
 }
 
 template <int kWidth, int kHalf>

@@ -244,13 +244,6 @@ struct alignas(kWidth / 8) Columns {
 #pragma unroll
     for (int j = 0; j < kWidth / 32; j++) v[j] = fmaf(share, other.v[j], v[j]);
   }
-  // At L2: other blocks wrote it.
-  static __device__ __forceinline__ Columns read(const float *from) {
-    Columns c;
-#pragma unroll
-    for (int j = 0; j < kWidth / 32; j++) c.v[j] = load_float(from + j);
-    return c;
-  }
 };
 
 // Partials 0 … kCount - 1 of one vector, those that `live` has bits of, merged in ascending order by a warp: stat(c) gives maximum and

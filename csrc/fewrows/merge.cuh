@@ -1,58 +1,122 @@
-// The last step of attention.cuh: a cluster's sum of a vector goes to the output, or is merged with those of other clusters.
+// The last steps of attention.cuh: in long tables ranks hand their sums of a vector to a few that merge them; what a query saw in all
+// goes to the output.
 #pragma once
 
+#include "cluster.cuh"
 #include "dealing.cuh"
 #include "nodes.cuh"
 
 namespace eagle3 {
 
-// One vector of a block: `at` among the `held` of its block.
-struct QueryVector {
-  int b, group, at, held;
-  bf16 *to; // the lane's columns of the output
-};
-
-// A cluster's sum of a vector, for a warp: to the output if it is the only one, else to those of the other clusters, and the one
-// that comes last merges them, in ascending order.
-template <int kWidth, bool kOne>
-__device__ __forceinline__ void merge_clusters(const Attention &p, Columns<kWidth> y, float top, float norm, unsigned clusters, int own,
-                                       float sink, const QueryVector &v) {
-  using Sum = Columns<kWidth>;
-  const int lane = threadIdx.x & 31, column = lane * (kWidth / 32);
-  const bool several = !kOne && clusters != 1u << own;
-  const size_t unit = (static_cast<size_t>(v.b) * gridDim.y + blockIdx.y) * p.groups + v.group, first = unit * kClusters * v.held + v.at;
-  constexpr int kMost = kOne ? 1 : kClusters;
-  Sum parts[kMost];
-  float2 stats[kMost];
+// To the lane's columns of the output; a sink is a position of its own, without a value.
+template <int kWidth>
+__device__ __forceinline__ void finish(bf16 *to, Columns<kWidth> y, float top, float norm, float sink) {
+  if (sink != -INFINITY) {
+    const float base = fmaxf(top, sink), share = power_of_two(top - base);
+    norm = fmaf(share, norm, power_of_two(sink - base));
 #pragma unroll
-  for (int i = 0; i < kMost; i++) parts[i] = y, stats[i] = make_float2(top, norm);
-  if (several) {
-    const size_t to = first + static_cast<size_t>(own) * v.held;
-    *reinterpret_cast<Sum *>(p.sums + to * kWidth + column) = y;
-    if (lane == 0) p.stats[to * 2] = top, p.stats[to * 2 + 1] = norm;
-    __syncwarp();
-    unsigned *const arrivals = p.arrivals + unit * v.held + v.at;
-    bool last = false;
-    if (lane == 0) {
-      last = arrive(arrivals) == static_cast<unsigned>(__popc(clusters)) - 1;
-      if (last) *arrivals = 0;
-    }
-    if (!__any_sync(kAll, last)) return;
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < kMost; i++) // beside maxima and norms
-      if (clusters >> i & 1) {
-        const size_t from = first + static_cast<size_t>(i) * v.held;
-        parts[i] = Sum::read(p.sums + from * kWidth + column);
-        stats[i] = make_float2(load_float(p.stats + from * 2), load_float(p.stats + from * 2 + 1));
-      }
+    for (int j = 0; j < kWidth / 32; j++) y.v[j] *= share;
   }
-  if (!kOne || sink != -INFINITY) // else the sum is y, to the bit
-    y = merge_partials<kWidth, kMost>(top, norm, clusters, sink, [&](int c) { return stats[c]; }, [&](int c) { return parts[c]; });
   const float by = 1.f / norm;
 #pragma unroll
   for (int j = 0; j < kWidth / 32; j += 2) // + 0: nothing may hang on the sign of a zero, which adding nothing may change
-    *reinterpret_cast<uint32_t *>(v.to + j) = pack(y.v[j] * by + 0.f, y.v[j + 1] * by + 0.f);
+    *reinterpret_cast<uint32_t *>(to + j) = pack(y.v[j] * by + 0.f, y.v[j + 1] * by + 0.f);
+}
+
+// What ranks hand over are words of which none is zero when it has come, and which who has read them makes zero again: who looks sees
+// from a word itself that it is there, without a fence or a counter. A float's bits are turned round; all ones, which no sum is,
+// would be zero.
+template <int kMany>
+struct Words {
+  uint32_t v[kMany];
+  static __device__ __forceinline__ uint32_t of(float v) { return max(~__float_as_uint(v), 1u); }
+  __device__ __forceinline__ float get(int j) const { return __uint_as_float(~v[j]); }
+  __device__ __forceinline__ void load(const float *from) {
+    if constexpr (kMany == 4)
+      asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(from) : "memory");
+    else
+      asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "l"(from) : "memory");
+  }
+  __device__ __forceinline__ void store(float *to) const {
+    if constexpr (kMany == 4)
+      asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+    else
+      asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1,%2};" ::"l"(to), "r"(v[0]), "r"(v[1]) : "memory");
+  }
+  __device__ __forceinline__ bool there() const {
+    bool all = true;
+#pragma unroll
+    for (int j = 0; j < kMany; j++) all &= v[j] != 0;
+    return all;
+  }
+};
+
+// Where the sums of one vector lie, a line for each rank: columns, maximum, norm. `at` among the `held` of its block, blocks of a group
+// of heads side by side.
+template <int kWidth>
+struct Lines {
+  static constexpr int kLine = kWidth + 4, kMany = kWidth / 32;
+  float *first;
+  __device__ __forceinline__ Lines(const Attention &p, int group, int held, int at)
+      : first(p.sums + ((static_cast<size_t>(blockIdx.y) * p.groups + group) * held + at) * kDealt * kLine) {}
+  // By a warp.
+  __device__ __forceinline__ void hand_over(int rank, const Columns<kWidth> &y, float top, float norm) const {
+    const int lane = threadIdx.x & 31;
+    Words<kMany> words;
+#pragma unroll
+    for (int j = 0; j < kMany; j++) words.v[j] = words.of(y.v[j]);
+    words.store(first + rank * kLine + lane * kMany);
+    if (lane == 0) Words<2>{Words<2>::of(top), Words<2>::of(norm)}.store(first + rank * kLine + kWidth);
+  }
+};
+
+constexpr int kNear = 8, kQuarters = kDealt / kNear; // ranks that a warp merges; warps of a vector
+static_assert(kNear == kRanks, "the first of them have all of a short table, whose ranks are merged in the same order");
+
+// A vector by kQuarters warps: each merges the sums of kNear ranks in ascending order, those that has(rank) says have any, the first of
+// them then all of theirs. shared: [kQuarters, kWidth] and 2 of each; barrier: a number that no other vector has.
+template <int kWidth, class Has>
+__device__ __forceinline__ void merge_ranks(const Lines<kWidth> &lines, float *shared, int barrier, Has has, bf16 *to, float sink) {
+  using Sum = Columns<kWidth>;
+  constexpr int kMany = kWidth / 32;
+  const int lane = threadIdx.x & 31, quarter = threadIdx.x / 32 % kQuarters;
+  const unsigned live = __ballot_sync(kAll, has(lane)), own = live >> quarter * kNear & ((1u << kNear) - 1);
+  static_assert(kDealt == 32, "a rank a lane");
+  float *const line = lines.first + quarter * kNear * lines.kLine;
+  const bool asks = own >> lane % kNear & 1; // whether the rank whose maximum and norm this lane asks for has any
+  Words<kMany> words[kNear];
+  Words<2> stats;
+  bool wait;
+  do { // all are asked for, whoever has any: below conditions ptxas waits for one after the other
+    stats.load(line + lane % kNear * lines.kLine + kWidth);
+#pragma unroll
+    for (int i = 0; i < kNear; i++) words[i].load(line + i * lines.kLine + lane * kMany);
+    wait = asks && !stats.there();
+#pragma unroll
+    for (int i = 0; i < kNear; i++) wait |= (own >> i & 1) && !words[i].there();
+  } while (__any_sync(kAll, wait));
+  if (asks && lane < kNear) Words<2>{}.store(line + lane * lines.kLine + kWidth);
+#pragma unroll
+  for (int i = 0; i < kNear; i++)
+    if (own >> i & 1) Words<kMany>{}.store(line + i * lines.kLine + lane * kMany);
+  float2 of_rank[kNear];
+#pragma unroll
+  for (int i = 0; i < kNear; i++) of_rank[i] = make_float2(__shfl_sync(kAll, stats.get(0), i), __shfl_sync(kAll, stats.get(1), i));
+  float top, norm;
+  Sum y = merge_partials<kWidth, kNear>(top, norm, own, -INFINITY, [&](int i) { return of_rank[i]; }, [&](int i) {
+    Sum part;
+#pragma unroll
+    for (int j = 0; j < kMany; j++) part.v[j] = words[i].get(j);
+    return part;
+  });
+  float2 *const tops = reinterpret_cast<float2 *>(shared + kQuarters * kWidth);
+  *reinterpret_cast<Sum *>(shared + quarter * kWidth + lane * kMany) = y;
+  if (lane == 0) tops[quarter] = make_float2(top, norm);
+  meet_at(barrier, kQuarters * 32);
+  if (quarter) return;
+  y = merge_partials<kWidth, kQuarters>(top, norm, ~0u, -INFINITY, [&](int q) { return tops[q]; },
+                                        [&](int q) { return *reinterpret_cast<const Sum *>(shared + q * kWidth + lane * kMany); });
+  finish<kWidth>(to, y, top, norm, sink);
 }
 
 } // namespace eagle3

@@ -22,9 +22,7 @@ struct Attention {
   bf16 *keys;               // [slots, groups, Dh]
   bf16 *values;
   bf16 *y;                  // [B * T, heads * Dh]
-  float *sums;              // of clusters: [units, kClusters, vectors, Dh], a unit being a block's rows and group of heads;
-  float *stats;             // their maxima and norms [units, kClusters, vectors, 2];
-  unsigned *arrivals;       // [units, vectors] zeros, and zeros again when it is done. Null where one cluster suffices
+  float *sums;              // [kHanded, kDealt, Dh + 4] of long tables: what ranks hand over, zeros, and zeros again when it is done
   float eps, scale;         // scale: of the softmax, times log2(e)
   int t, heads, groups, turned, columns, table, page, window, slots;
 };

@@ -9,7 +9,8 @@ namespace eagle3 {
 // Where things lie in shared memory: stages, one or three a side, in long tables the last one of nodes where there are any, in short
 // ones whose blocks have two parts one more of nodes; partials over them, when they have been read, and the inbox behind those. In
 // short tables (kOne) others may send before this block has read its tiles: there the inbox lies behind the stages too, and the first
-// part's partials of a side lie where its own tile did. Queries lie behind everything.
+// part's partials of a side lie where its own tile did. In long tables sums of some ranks wait in the inbox for the others'. Queries
+// lie behind everything.
 template <int kWidth, int kMost, int kUsed, bool kOne>
 struct Stages {
   static constexpr int kReceived = (kMost * kVectors + kUsed - 1) / kUsed * kUsed; // partials, at most: of a rank's vectors, one of each rank
