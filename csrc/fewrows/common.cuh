@@ -44,7 +44,7 @@ __device__ __forceinline__ uint4 load_rows(const void *p) {
                : "memory");
   return r;
 }
-// Without a branch: loads of several rows are all under way before the first one is used.
+// Without a branch: loads of several rows are all under way before the first one is used. Where it is not live, r holds anything.
 __device__ __forceinline__ void load_rows_if(uint4 &r, const void *p, bool live) {
   asm volatile("{.reg .pred live;\nsetp.ne.b32 live, %5, 0;\n@live ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
                : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
