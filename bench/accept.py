@@ -20,7 +20,7 @@ from tqdm import tqdm
 from engine import Engine
 from engine.forced import Teacher, due, guesses
 from engine.loading import SHORT
-from engine.options import DEMO, Parser, least
+from engine.options import DEMO, Parser, capture_option, least
 from engine.train_head import chain_length
 from weights.config import Refused
 
@@ -36,11 +36,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = p.add_argument
     add("--target", metavar="DIR|HUB_ID", help="default: the demo pair")
     add("--draft", metavar="DIR|HUB_ID", help="an EAGLE-3 head; default: the demo draft with the demo target")
-    add(
-        "--capture-layers",
-        metavar="boundary:A,B,C|output:A,B,C",
-        help="layers that feed the draft, in place of its config's",
-    )
+    capture_option(add)
     add("--prompts", metavar="FILE", help="the texts: *.jsonl, or one text; default: the demo's prompts")
     add("--count", type=least(1), metavar="N", help="the first N texts; default all")
     add("--window", type=least(8), default=512, metavar="N", help="most tokens of a text; default %(default)s")

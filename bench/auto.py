@@ -21,7 +21,7 @@ from tqdm import tqdm
 from engine import Engine
 from engine.auto import AUTO
 from engine.compare import Taken, turns
-from engine.options import DEMO, Parser, least
+from engine.options import DEMO, Parser, capture_option, least
 from engine.report import changes
 from engine.shape import MAX_NODES, PLAIN
 from weights.config import Refused
@@ -44,11 +44,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--draft", metavar="DIR|HUB_ID|random:NAME", help="default: the demo draft with the demo target")
     add("--random", metavar="NAME|FILE", help="random weights of this architecture in place of --target")
     add("--layers", type=least(1), metavar="N", help="with --random: so many layers only")
-    add(
-        "--capture-layers",
-        metavar="boundary:A,B,C|output:A,B,C",
-        help="layers that feed the draft, in place of its config's",
-    )
+    capture_option(add)
     add(
         "--grid",
         nargs="+",

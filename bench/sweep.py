@@ -20,7 +20,7 @@ from tqdm import tqdm
 from engine import Engine, measure
 from engine.auto import GRID
 from engine.compare import Taken, turns
-from engine.options import DEMO, Parser, least, number
+from engine.options import DEMO, Parser, capture_option, least, number
 from engine.shape import PLAIN, Shape
 from weights.config import Refused
 
@@ -39,11 +39,7 @@ def parser() -> Parser:
     add("--draft", metavar="DIR|HUB_ID|random:NAME", help="default: the demo draft with the demo target")
     add("--random", metavar="NAME|FILE", help="random weights of this architecture in place of --target")
     add("--layers", type=least(1), metavar="N", help="with --random: so many layers only")
-    add(
-        "--capture-layers",
-        metavar="boundary:A,B,C|output:A,B,C",
-        help="layers that feed the draft, in place of its config's",
-    )
+    capture_option(add)
     add("--grid", nargs="+", metavar="S-K-D", help=f"shapes; default {' '.join(map(str, GRID))}")
     add(
         "--steps",

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from engine import Engine, Shape
 from engine.cost import Fit
-from engine.options import DEMO, Parser, least, number
+from engine.options import DEMO, Parser, capture_option, least, number
 from engine.shape import MAX_NODES, PLAIN
 from weights.config import Refused
 
@@ -50,11 +50,7 @@ def parser() -> Parser:
     )
     add("--random", metavar="NAME|FILE", help="random weights of this architecture in place of --target")
     add("--layers", type=least(1), metavar="N", help="with --random: so many layers only")
-    add(
-        "--capture-layers",
-        metavar="boundary:A,B,C|output:A,B,C",
-        help="layers that feed the draft, in place of its config's",
-    )
+    capture_option(add)
     add(
         "--shapes",
         nargs="*",

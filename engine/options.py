@@ -101,6 +101,15 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
+def capture_option(add):
+    """Add --capture-layers, as every command with a draft has it; add: a parser's add_argument."""
+    add(
+        "--capture-layers",
+        metavar="boundary:A,B,C|output:A,B,C",
+        help="layers that feed the draft, in place of its config's",
+    )
+
+
 def parser() -> Parser:
     """Every option, in the order of the README."""
     p = Parser("python -m engine.generate", DESCRIPTION)
@@ -114,11 +123,7 @@ def parser() -> Parser:
     )
     add("--random", metavar="NAME|CONFIG.json", help="random weights of that architecture in place of a target")
     add("--layers", type=least(1), metavar="N", help="with --random: so many layers only")
-    add(
-        "--capture-layers",
-        metavar="boundary:A,B,C|output:A,B,C",
-        help="layers that feed the draft, in place of its config's",
-    )
+    capture_option(add)
     add("--steps", type=least(0), metavar="S", help="draft passes a cycle; default 3; 0 is plain decoding")
     add("--topk", type=least(1), metavar="K", help="candidates a draft pass; default 1, a chain")
     nodes = "nodes verified, the root counted; default 1 + steps * topk, 64 at most"
