@@ -18,7 +18,7 @@ import torch
 
 from engine import Engine, Sampling, spawn
 from engine.engine import DEFAULT_SHAPE
-from engine.options import DEMO, Parser, least
+from engine.options import DEMO, Parser, capture_option, least
 from engine.ranks import RankFailed
 from engine.tp import launched
 from weights.config import Refused
@@ -37,6 +37,7 @@ def parser() -> Parser:
     add = p.add_argument
     add("--target", metavar="DIR|HUB_ID", help="default: the demo pair")
     add("--draft", metavar="DIR|HUB_ID|random:NAME", help="default: the demo draft with the demo target")
+    capture_option(add)
     add("--when", nargs="+", choices=WHEN, default=list(WHEN), help="default: all three")
     add("--tp", type=least(2), default=2, metavar="N", help="ranks; default %(default)s")
     add("--device", metavar="cpu|cuda", help="default: CUDA where there is a GPU")
@@ -72,7 +73,8 @@ def doomed(o, when: str, stamp: str) -> None:
 
     victim = launched()[0] == VICTIM
     progress = (lambda done, total: 2 * done > total and die()) if victim and when == "load" else None
-    engine = Engine.load(o.target, o.draft, tp=o.tp, device=o.device, max_batch=1, progress=progress)
+    how = {"tp": o.tp, "device": o.device, "capture_layers": o.capture_layers}
+    engine = Engine.load(o.target, o.draft, max_batch=1, progress=progress, **how)
     if victim and when == "capture":
         engine.parts.target = Deadly(engine.parts.target, die)
     engine.prepare(DEFAULT_SHAPE)

@@ -16,7 +16,7 @@ import torch
 
 from engine import Engine, Sampling, Shape, spawn
 from engine.device import device_of
-from engine.options import DEMO, Parser, least
+from engine.options import DEMO, Parser, capture_option, least
 from engine.shape import PLAIN
 from weights.config import Refused
 
@@ -34,6 +34,7 @@ def parser() -> Parser:
     add("--draft", metavar="DIR|HUB_ID|random:NAME", help="default: the demo draft with the demo target")
     add("--random", metavar="NAME|FILE", help="random weights of this architecture in place of --target")
     add("--layers", type=least(1), metavar="N", help="with --random: so many layers only")
+    capture_option(add)
     add("--shapes", nargs="+", default=list(SHAPES), metavar="S-K-D", help="default: plain, a chain, a tree")
     add("--prompts", metavar="FILE", help="the prompt is how its texts begin; default: the demo's, or random ids")
     add("--context", type=least(2), default=100, metavar="N", help="prompt tokens at most; default %(default)s")
@@ -66,6 +67,7 @@ def decoded_once(o, size: int, dtype: str) -> dict:
     """On a rank: {(shape, temperature): (ids, logits of every emitted position at temperature 0 [n, V])}."""
     ranks = command.parallel(o) | {"tp": size} if size > 1 else {}
     pair = {"random": o.random, "layers": o.layers, "device": o.device, "dtype": dtype}
+    pair["capture_layers"] = o.capture_layers
     engine = Engine.load(o.target, o.draft, prefix_cache=False, max_batch=1, **pair, **ranks)
     if engine.parts.device.type == "cpu":
         torch.set_num_threads(1)

@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from engine import Engine, Sampling, Shape
-from engine.options import DEMO, Parser, least
+from engine.options import DEMO, Parser, capture_option, least
 from engine.profile import Profile
 from engine.shape import PLAIN
 from engine.watch import tensors as tensors_below
@@ -46,6 +46,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--draft", metavar="random:NAME|none", help=f"a head of random weights; default {DRAFT} with {MODEL}, else none"
     )
     add("--layers", type=least(1), metavar="N", help=f"of the target, to take turns over; default {LAYERS}")
+    capture_option(add)
     add("--small", action="store_true", help="the demo pair's sizes, on a GPU too")
     add(
         "--shapes", nargs="+", default=["0-1-1", "3-1-4", "4-4-16"], metavar="S-K-D", help="default: 0-1-1 3-1-4 4-4-16"
@@ -74,7 +75,7 @@ def load(o) -> tuple[Engine, Recorder]:
     elif o.layers is None:
         o.layers = LAYERS
     recorder = Recorder(FUSED if cuda else REFERENCE)
-    given = {name: getattr(o, name) for name in ("random", "layers", "device", "dtype")}
+    given = {name: getattr(o, name) for name in ("random", "layers", "device", "dtype", "capture_layers")}
     most = o.context + 128
     engine = Engine.load(
         o.target, o.draft, graphs="off", max_batch=1, max_context=most, prefix_cache=False, ops=recorder.ops, **given

@@ -21,7 +21,7 @@ from engine import Engine, spawn
 from engine.engine import DEFAULT_SHAPE
 from engine.loading import Options
 from engine.opening import open_target
-from engine.options import Parser, least
+from engine.options import Parser, capture_option, least
 from engine.plan import Plan
 from engine.shape import PLAIN, Shape
 from engine.tp import TP
@@ -47,6 +47,7 @@ def parser() -> Parser:
         help="its head, random weights; default %(default)s",
     )
     add("--layers", type=least(1), metavar="N", help="so many layers only")
+    capture_option(add)
     add("--folder", default="/dev/shm", metavar="DIR", help="a checkpoint is written below it; default %(default)s")
     add("--starts", type=least(1), default=2, metavar="N", help="the last one's figures count; default %(default)s")
     command.parallel_options(add, sliced=False)
@@ -101,6 +102,7 @@ def write(o, folder: Path) -> int:
 def loaded(o, folder: str) -> dict:
     """On a rank: what its load took."""
     how = {"device": o.device, "dtype": o.dtype or "bfloat16", "graphs": o.graphs, "max_batch": 1, "max_context": 1024}
+    how["capture_layers"] = o.capture_layers
     engine = Engine.load(folder, o.draft, **how, **command.parallel(o))
     shapes = SHAPES if engine.drafter is not None else (PLAIN,)
     for shape in shapes:

@@ -54,6 +54,13 @@ def test_every_option_is_explained(parser, name):
     assert not re.search(r"^ +-\S+ .*%\(", found.format_help(), re.M)
 
 
+def test_a_draft_can_be_told_its_layers(parser):
+    """Mutant: a command whose --layers leaves a head no three layers, and no option to name others."""
+    for name in sorted({*COMMANDS} - {"bench.peers"}):  # whose engines have options of their own
+        options = {word for action in parser(name)._actions for word in action.option_strings}
+        assert "--draft" not in options or "--capture-layers" in options, name
+
+
 def test_readme_names_every_command():
     """Mutants: a command that the README lacks; one that went."""
     named = set(re.findall(r"\b((?:bench|engine)\.[a-z_]+)\b", (ROOT / "README.md").read_text()))
