@@ -45,3 +45,8 @@ class Batch:
         """Rows `tokens` [B, T] that follow `start` [B] committed rows, each seeing all before it."""
         at = start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         return cls(tokens, at, at, pages, start, None, wanted)
+
+
+def side_by_side(aux, rows):
+    """A pass's features: of each boundary its [N, D] -> [N, F]; rows: [N, …], which says N where there are none."""
+    return torch.cat(aux, -1) if aux else rows.new_empty(len(rows), 0)

@@ -2,7 +2,7 @@
 
 import torch
 
-from .batch import Batch
+from .batch import Batch, side_by_side
 from .buffers import BACKLOG
 from .tp import TP
 
@@ -62,7 +62,8 @@ class Cycle:
             self.tp.follow(t.target_ids)
 
     def accept(self):
-        """The accepted path, what it emits, the cuts; and the rows the drafter will extend over."""
+        """The accepted path, what it emits, the cuts, how many rows are committed; and the rows the drafter will extend
+        over."""
         s, t = self.state, self.tree
         emitted = s.emitted[:, : t.shape.path]
         self.ops.walk(
@@ -89,11 +90,10 @@ class Cycle:
             self.ops.follow(emitted, t.aux, t.path, s.accept_lens, s.backlog, s.backlog_tokens, s.backlog_features)
 
     def commit(self):
-        """The path's cache rows become the last committed rows."""
+        """The path's cache rows go where the last committed rows are."""
         s = self.state
         rows = self.cache.storage["target"]
         self.ops.commit(rows, s.pages, s.seq_lens, self.tree.path, s.accept_lens, self.cache.page_size)
-        s.seq_lens.add_(s.accept_lens)
 
 
 CATCH_UP = (8, BACKLOG)  # widths of a catch-up's pass
@@ -168,7 +168,7 @@ def prefill(target, drafter, cache, tokens, pages, chunk, start=0, logits=None, 
         hidden, aux = forward(Batch.causal(tokens[:, at:end], prefix, pages, wanted[0]), cache)
         if drafter is not None and rows > 0:
             batch = Batch.causal(tokens[:, at + 1 : at + rows + 1], prefix, pages, wanted[1])
-            drafter.extend(batch, aux[:rows], cache)
+            drafter.extend(batch, side_by_side(aux, hidden)[:rows], cache)
         at = end
     _, ids, lse = target.head(hidden[-1:], 1, logits)
-    return ids[:, 0], lse, aux[-1:]
+    return ids[:, 0], lse, side_by_side([part[-1:] for part in aux], hidden[-1:])

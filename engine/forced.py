@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .batch import Batch
+from .batch import Batch, side_by_side
 from .cache import Cache
 
 PAGE = 64  # rows a page of the scratch cache
@@ -78,8 +78,8 @@ class Teacher:
         """tokens [B, T] that follow `start` tokens of each window -> hidden [B, T, D], features [B, T, F]."""
         (b, t), columns = tokens.shape, -(-(start + tokens.shape[1]) // PAGE)
         prefix = torch.full((b,), start, dtype=torch.int64, device=tokens.device)
-        hidden, features = self.target.forward(Batch.causal(tokens, prefix, self.pages[:b, :columns]), self.cache)
-        return hidden.view(b, t, -1), features.view(b, t, -1)
+        hidden, aux = self.target.forward(Batch.causal(tokens, prefix, self.pages[:b, :columns]), self.cache)
+        return hidden.view(b, t, -1), side_by_side(aux, hidden).view(b, t, -1)
 
     @torch.no_grad()
     def lesson(self, tokens, draft_ids, sharpen=1.0):

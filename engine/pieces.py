@@ -70,8 +70,8 @@ class Pieces:
         self.target, self.graphs, self.sizes, self.pieces = target, graphs, (columns, most), {}
 
     def __call__(self, batch, cache):
-        """batch: causal, of one sequence, its last row wanted -> hidden [T, D] or [1, D], features [T, F], the captured
-        ones until a graph runs."""
+        """batch: causal, of one sequence, its last row wanted -> hidden [T, D] or [1, D], of each boundary [T, D], the
+        captured ones until a graph runs."""
         _, rows = batch.rows
         width = min((width for width in WIDTHS if width >= rows), default=None)
         if width is None:
@@ -81,4 +81,4 @@ class Pieces:
         piece = self.pieces[width]
         piece.take(batch)
         self.graphs.run(piece, 1, f"prompt of {width}", piece.stages)
-        return piece.hidden[:rows], piece.aux[:rows]
+        return piece.hidden[:rows], [part[:rows] for part in piece.aux]

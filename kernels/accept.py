@@ -34,7 +34,8 @@ def walk(
         tokens, parents, target_ids: [B, T] int64 the tree and the target's token after each node.
         lse: [B, T] fp32 log-sum-exp of the node's logits; not finite where these are not: nothing is emitted after
         such a node.
-        seq_lens, limits: [B] committed rows, and how many there may be.
+        seq_lens: [B] committed rows, updated: those of the path that count are among them (kernels.commit puts them in
+        their places); limits: [B] how many there may be.
         stop_ids: [B, M] ids that end a sequence (-1: unused).
         path, emitted: [B, P] written; emitted[k] follows node path[k].
         accept_lens: [B] written: how many of them count after the cuts (0 for a sequence already done).
@@ -82,6 +83,7 @@ def walk(
     done.copy_(ended | stopped | broken | (reach >= room))
     last = emitted.gather(1, (reach - 1).clamp(min=0)[:, None])[:, 0]
     root.copy_(torch.where(reach > 0, last, root))
+    seq_lens.add_(reach)
     if backlog is not None:
         backlog.copy_(reach if drafted else backlog + reach)
 
@@ -142,7 +144,8 @@ def _walk(
     tl.store(emitted_ptr + b * emitted_stride + k, emitted, mask=used)
 
     flag, s = b * flag_stride, tl.arange(0, BS)
-    room = tl.load(limit_ptr + b) - tl.load(seq_ptr + b)
+    committed = tl.load(seq_ptr + b)
+    room = tl.load(limit_ptr + b) - committed
     reach = tl.minimum(lens.to(tl.int64), room)
     stop = tl.load(stop_ptr + b * stops + s, mask=s < stops, other=-1)
     same = (emitted[:, None] == stop[None, :]) & (s < stops)[None, :]
@@ -163,6 +166,7 @@ def _walk(
     over = tl.maximum(tl.maximum(ended, stopped), tl.maximum(broken, (reach >= room).to(tl.int32)))
     tl.store(done_ptr + flag, over.to(tl.int64))
     tl.store(root_ptr + b, last, mask=reach > 0)
+    tl.store(seq_ptr + b, committed + reach)
     if BACKLOG:
         if not DRAFTED:
             reach += tl.load(backlog_ptr + b)

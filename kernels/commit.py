@@ -9,14 +9,15 @@ from .splits import slot_of
 from .tile import begin, chained
 
 
-def reference(storage, pages, prefix, path, accept_lens, page_size):
-    """Copy logical rows prefix + path[k] to prefix + k for k < accept_lens.
+def reference(storage, pages, seq_lens, path, accept_lens, page_size):
+    """Copy logical rows n + path[k] to n + k for k < accept_lens, n = seq_lens - accept_lens.
 
     Args:
-        storage: [layers, planes, slots, G, W], changed in place; pages: [B, NP] int32; prefix: [B] int64.
+        storage: [layers, planes, slots, G, W], changed in place; pages: [B, NP] int32.
+        seq_lens: [B] int64 committed rows, those of the path among them (kernels.accept.walk).
         path: [B, P] ascending node indices, path[k] >= k; accept_lens: [B].
     """
-    k = torch.arange(path.shape[1], device=path.device)
+    k, prefix = torch.arange(path.shape[1], device=path.device), seq_lens - accept_lens
     keep = k < accept_lens[:, None]
     target = torch.where(keep, prefix[:, None] + k, -1)  # -1: the scratch row
     source = torch.where(keep, prefix[:, None] + path, -1)
@@ -26,16 +27,17 @@ def reference(storage, pages, prefix, path, accept_lens, page_size):
 
 @triton.jit(do_not_specialize=["table", "steps"])
 def _move(
-    storage_ptr, pages_ptr, prefix_ptr, path_ptr, lens_ptr, lens_stride, table, steps, plane, width,
+    storage_ptr, pages_ptr, seq_ptr, path_ptr, lens_ptr, lens_stride, table, steps, plane, width,
     PAGE: tl.constexpr, PDL: tl.constexpr, BP: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     """Program (w, p, b): BW columns of plane p (any layer's) along sequence b's path."""
     begin(PDL)
     b, k = tl.program_id(2), tl.arange(0, BP)
-    keep = k < tl.minimum(tl.load(lens_ptr + b * lens_stride), steps)
+    lens = tl.load(lens_ptr + b * lens_stride)
+    keep = k < tl.minimum(lens, steps)
     node = tl.load(path_ptr + b * steps + k, mask=keep, other=0)
     keep = keep & (node != k)  # a row already in its place is neither read nor written
-    prefix = tl.load(prefix_ptr + b)
+    prefix = tl.load(seq_ptr + b) - lens
     pages_ptr += b.to(tl.int64) * table
     source, target = slot_of(pages_ptr, prefix + node, keep, PAGE), slot_of(pages_ptr, prefix + k, keep, PAGE)
     lane = tl.program_id(0) * BW + tl.arange(0, BW)
@@ -46,7 +48,7 @@ def _move(
     tl.store(storage_ptr + target[:, None] * width + lane[None, :], rows, mask=inside)
 
 
-def fused(storage, pages, prefix, path, accept_lens, page_size):
+def fused(storage, pages, seq_lens, path, accept_lens, page_size):
     """The twin of `reference`: one launch over all layers and planes."""
     layers, planes, slots, groups, width = storage.shape
     row, (b, steps) = groups * width, path.shape
@@ -54,7 +56,7 @@ def fused(storage, pages, prefix, path, accept_lens, page_size):
         return  # the root is in its place
     block = _columns(steps, row)
     _move[(triton.cdiv(row, block), layers * planes, b)](
-        storage, pages, prefix, path.contiguous(), accept_lens, accept_lens.stride(0), pages.stride(0), steps,
+        storage, pages, seq_lens, path.contiguous(), accept_lens, accept_lens.stride(0), pages.stride(0), steps,
         slots * row, row, PAGE=page_size, BP=triton.next_power_of_2(steps), BW=block, num_warps=4,
         **chained(storage),
     )  # fmt: skip
@@ -67,7 +69,7 @@ def _columns(steps, row):
 
 def specimens():
     """Compile specimens: chains and full trees; a plane may pass 2^31 elements."""
-    types = {"pages_ptr": "*i32", "prefix_ptr": "*i64", "path_ptr": "*i64", "lens_ptr": "*i64", "lens_stride": "i32"}
+    types = {"pages_ptr": "*i32", "seq_ptr": "*i64", "path_ptr": "*i64", "lens_ptr": "*i64", "lens_stride": "i32"}
     types |= {"table": "i32", "steps": "i32", "plane": "i64", "width": "i32"}
     pdl = {"num_warps": 4, "launch_pdl": True}
     return [

@@ -26,10 +26,13 @@ def last(x, backlog):
 
 
 def record(ids, lse, aux, target_ids, kept_lse, kept_aux):
-    """A verify pass's answers into the tree: ids [B, T] or [N, 1], lse [N], aux [N, F], all rows in the order of the
-    tree's target_ids [B, T], kept_lse [B, T] and kept_aux [B, T, F]."""
-    for kept, x in ((target_ids, ids), (kept_lse, lse), (kept_aux, aux)):
+    """A verify pass's answers into the tree: ids [B, T] or [N, 1], lse [N], aux: of every boundary that is handed out
+    its [N, D], which go side by side; all rows in the order of the tree's target_ids [B, T], kept_lse [B, T] and
+    kept_aux [B, T, F], F = D times as many."""
+    for kept, x in ((target_ids, ids), (kept_lse, lse)):
         kept.copy_(x.view_as(kept))
+    if aux:
+        kept_aux.copy_(torch.cat(aux, -1).view_as(kept_aux))
 
 
 @triton.jit
@@ -92,33 +95,49 @@ def last_fused(x, backlog):
     return y
 
 
+TOGETHER = 4  # boundaries that one launch of `record` copies: an EAGLE-3 head has three
+
+
 @triton.jit
 def _record(
-    ids_ptr, lse_ptr, aux_ptr, ids_out, lse_out, aux_out, columns, PDL: tl.constexpr, BC: tl.constexpr
+    ids_ptr, lse_ptr, a_ptr, b_ptr, c_ptr, d_ptr, ids_out, lse_out, aux_out, columns, features, PDL: tl.constexpr,
+    BC: tl.constexpr,
 ):  # fmt: skip
-    """Program (n, c): BC features of row n; the first one the row's id and log-sum-exp."""
+    """Program (n, c, p): BC columns of row n of boundary p; the first one the row's id and log-sum-exp."""
     begin(PDL)
-    row, wide = tl.program_id(0), columns.to(tl.int64)
-    if tl.program_id(1) == 0:
+    row, part = tl.program_id(0), tl.program_id(2)
+    if (tl.program_id(1) == 0) & (part == 0):
         tl.store(ids_out + row, tl.load(ids_ptr + row))
         tl.store(lse_out + row, tl.load(lse_ptr + row))
-    _copied(aux_ptr + row * wide, aux_out + row * wide, columns, BC)
+    source = a_ptr
+    if part == 1:
+        source = b_ptr
+    if part == 2:
+        source = c_ptr
+    if part == 3:
+        source = d_ptr
+    to = aux_out + row * features.to(tl.int64) + part * columns
+    _copied(source + row * columns.to(tl.int64), to, columns, BC)
 
 
 def record_fused(ids, lse, aux, target_ids, kept_lse, kept_aux):
-    """The twin of `record`: one launch."""
-    rows, columns = lse.numel(), aux.shape[-1]
-    block = copied(columns)
-    _record[(rows, max(1, triton.cdiv(columns, block)))](  # no features: ids are still written
-        ids.contiguous(), lse.contiguous(), aux.contiguous(), target_ids, kept_lse, kept_aux, columns,
-        BC=block, num_warps=4, **chained(lse),
-    )  # fmt: skip
+    """The twin of `record`: one launch for each four boundaries; ids are written where there are none too."""
+    rows, features, columns = lse.numel(), kept_aux.shape[-1], aux[0].shape[-1] if aux else 0
+    block, aux = copied(columns), [part.contiguous() for part in aux]
+    for at in range(0, max(1, len(aux)), TOGETHER):
+        own = aux[at : at + TOGETHER]
+        sources = (own + [kept_aux] * TOGETHER)[:TOGETHER]  # nobody reads what stands for those that are not there
+        _record[(rows, max(1, triton.cdiv(columns, block)), max(1, len(own)))](
+            ids.contiguous(), lse.contiguous(), *sources, target_ids, kept_lse, kept_aux[..., at * columns :], columns,
+            features, BC=block, num_warps=4, **chained(lse),
+        )  # fmt: skip
 
 
 def specimens():
     """Compile specimens."""
     ints = dict.fromkeys(("seq_ptr", "backlog_ptr", "start_ptr", "at_ptr"), "*i64") | {"width": "i32"}
-    kept = {"ids_ptr": "*i64", "ids_out": "*i64", "lse_ptr": "*fp32", "lse_out": "*fp32", "columns": "i32"}
+    kept = {"ids_ptr": "*i64", "ids_out": "*i64", "lse_ptr": "*fp32", "lse_out": "*fp32"}
+    kept |= {"columns": "i32", "features": "i32"}
     options, block = {"num_warps": 4, "launch_pdl": True}, {"PDL": True, "BC": 1024}
     cases = [(_behind, ints, {"PDL": True, "BW": width}, {"num_warps": 1, "launch_pdl": True}) for width in (1, 4, 64)]
     for name in ("*bf16", "*fp16", "*fp32"):
@@ -126,6 +145,6 @@ def specimens():
         cases.append((_embed, types, block, options))
         types = {"x_ptr": name, "backlog_ptr": "*i64", "y_ptr": name, "rows": "i32", "columns": "i32"}
         cases.append((_last, types, block, options))
-        types = kept | {"aux_ptr": name, "aux_out": name}
+        types = kept | dict.fromkeys(("a_ptr", "b_ptr", "c_ptr", "d_ptr", "aux_out"), name)
         cases.append((_record, types, block, options))
     return cases

@@ -71,11 +71,15 @@ def draft_input(dtype, device):
 
 def record(dtype, device):
     make = Make(dtype, device)
-    for b, t, f in ((1, 1, 0), (2, 3, 80), (1, 4, 2100)):
+    for b, t, parts, d in ((1, 1, 0, 0), (2, 3, 1, 80), (1, 4, 3, 1300), (2, 2, 6, 80)):
         rows = b * t
         kept = torch.zeros(b, t, dtype=torch.int64, device=device), torch.zeros(b, t, device=device)
-        given = make.ints(list(range(rows)))[:, None], make.floats(rows, dtype=torch.float32), make.floats(rows, f)
-        yield f"{b}x{t}x{f}", (*given, *kept, torch.zeros(b, t, f, dtype=dtype, device=device))
+        given = make.ints(list(range(rows)))[:, None], make.floats(rows, dtype=torch.float32)
+        aux, kept_aux = (
+            [make.floats(rows, d) for _ in range(parts)],
+            torch.zeros(b, t, parts * d, dtype=dtype, device=device),
+        )
+        yield f"{b}x{t}x{parts}x{d}", (*given, aux, *kept, kept_aux)
 
 
 def grow(dtype, device):
@@ -248,7 +252,10 @@ def commit(dtype, device):
         pages = make.pages(2, -(-90 // page))
         slots = (int(pages.max()) + 1) * page
         storage = make.floats(2, 2, slots, 2, 20)
-        yield f"page{page}", (storage, pages, make.ints([3, 9]), make.ints(path), make.ints(lens), page)
+        yield (
+            f"page{page}",
+            (storage, pages, make.ints([3, 9]) + make.ints(lens), make.ints(path), make.ints(lens), page),
+        )
 
 
 def publish(dtype, device):

@@ -94,6 +94,7 @@ def test_accept_walk_by_hand():
             *(stops, path, emitted, lens, matched, done, fault, chain, missed, root.fill_(-5), backlog, drafted),
         )
         assert torch.equal(backlog, lens + (0 if drafted else 7))
+        assert ints["n"].tolist() == [case["n"] + int(k) for case, k in zip(cases, lens, strict=True)]
         for i, case in enumerate(cases):
             want_path, want, _, ended, broken = walked(case)
             k = int(lens[i])
@@ -111,7 +112,8 @@ def test_commit_reads_the_whole_path_first():
     storage = torch.arange(7 * 4, dtype=torch.float32)[None, None, :, None, None].expand(2, 2, 28, 1, 1).clone()
     before = storage.clone()
     prefix, path = torch.tensor([2, 5]), torch.tensor([[0, 2, 3, 7], [0, 3, 4, 6]])
-    REFERENCE.commit(storage, pages, prefix, path, torch.tensor([4, 2]), 4)
+    lens = torch.tensor([4, 2])
+    REFERENCE.commit(storage, pages, prefix + lens, path, lens, 4)
 
     def slot(b, row):
         return int(pages[b, row // 4]) * 4 + row % 4

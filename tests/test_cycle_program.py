@@ -79,8 +79,7 @@ class Noted(TorchDispatchMode):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_cycle_is_made_of_operations(toys, shape):
-    """All else is a launch of its own: one that joins the features, one that counts the rows committed. Mutants: a
-    gather, a fill, a copy or an index made between operations."""
+    """All else would be a launch of its own. Mutants: a gather, a fill, a copy or an index made between operations."""
     noted = Noted(REFERENCE)
     engine = pair(toys.history(), toys.random_draft(), ops=noted.ops)
     events = engine.stream(PROMPT, Sampling(max_new_tokens=9), shape=shape, details=False)
@@ -90,7 +89,7 @@ def test_a_cycle_is_made_of_operations(toys, shape):
     with noted:
         cycle.run()
     events.close()
-    assert sorted(noted.names) == ["add_", "cat"]
+    assert not noted.names
 
 
 @pytest.mark.parametrize(

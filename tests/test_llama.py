@@ -99,7 +99,7 @@ def test_the_final_feature(tmp_path):
     with torch.no_grad():
         want = torch.cat([bounds[1], model.model.model.norm(bounds[-1])], -1)
     assert target.features == 128
-    torch.testing.assert_close(aux, want, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.cat(aux, -1), want, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [Shape(3, 1, 4), Shape(3, 2, 8)], ids=str)

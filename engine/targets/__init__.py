@@ -1,8 +1,8 @@
 """Target models by the architecture their checkpoint names.
 
-The Target protocol: `config`, `cache_rows` (cache.Rows), `boundaries`, `features` (their joint width),
-`forward(batch, cache) -> hidden [B*T, D], aux [B*T, F]` (hidden perhaps of batch.wanted alone) and
-`head(hidden, k, logits) -> values, ids, lse`.
+The Target protocol: `config`, `cache_rows` (cache.Rows), `boundaries`, `features` (their joint width F),
+`forward(batch, cache) -> hidden [B*T, D], aux` (hidden perhaps of batch.wanted alone; aux: of each boundary its
+[B*T, D], which engine.batch.side_by_side and ops.record join) and `head(hidden, k, logits) -> values, ids, lse`.
 `boundaries` holds numbers k of B_k, ascending, and may end with weights.capture.FINAL, the normed last one; it may be
 bound to others while nothing is captured, and `features` follows.
 """

@@ -1,7 +1,5 @@
 """What targets of grouped-query attention share: embedding, layers, head, and the features they hand out."""
 
-import torch
-
 from weights.capture import FINAL
 
 from ..cache import Rows
@@ -60,7 +58,7 @@ class Decoder:
         return block(source, norm, config.hidden, config, cos_sin, mlp, ops, tp, **kind)
 
     def forward(self, batch, cache):
-        """-> residual stream after the last layer [B*T, D], features [B*T, F] in ascending order of boundary.
+        """-> residual stream after the last layer [B*T, D], of each boundary [B*T, D] in ascending order.
 
         Of that layer nothing but keys and values and the row batch.wanted [1, D] is computed where a row is named and
         no feature needs more."""
@@ -74,4 +72,4 @@ class Decoder:
                 aux.append(x)
         if FINAL in self.boundaries:
             aux.append(self.head.norm(x))
-        return x, torch.cat(aux, -1) if aux else x[:, :0]
+        return x, tuple(aux)
