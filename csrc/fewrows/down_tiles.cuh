@@ -8,11 +8,12 @@
 
 namespace eagle3 {
 
-// A block's share of an expert in shared memory: rows of codes, then their scales, both as they lie in memory.
+// A block's share of an expert in shared memory: rows of codes, then their scales, both as they lie in memory. As of TileSlot.
 template <int kWidth>
 struct DownSlot {
   static constexpr int kOwn = 24, kHalves = kOwn / 8, kTiles = (kHalves + 1) / 2; // outputs; of 8; of 16
-  static constexpr int kRow = kWidth / 2, kScales = kWidth / kGroup, kCodes = kOwn * kRow, kBytes = kCodes + kOwn * kScales;
+  static constexpr int kRow = kWidth / 2, kScales = kWidth / kGroup, kCodes = kOwn * kRow, kBytes = kCodes + kOwn * kScales,
+                       kPitch = (kBytes + 127) / 128 * 128;
   static_assert(kCodes % 16 == 0 && kOwn * kScales % 16 == 0, "bulk copies are of whole sixteens");
   static_assert(2 * kRow % 128 == 64, "so rows two apart are on the other banks");
   // Which output of eight a lane's g multiplies: neighbours are rows two apart. Its own inverse.
@@ -28,7 +29,7 @@ __global__ void __launch_bounds__(kWarps * 32 + 32, 1) down_tiles(P p) {
   constexpr int kThreads = kWarps * 32 + 32, kHalves = Slots::kHalves, kTiles = Slots::kTiles, kOwn = Slots::kOwn;
   static_assert(kWarps * kSpans * kSpan >= kWidth && kOwn * kRows <= kWarps * 32, "all spans; a thread for each output and row");
   static_assert(kWarps * kTiles * 32 * sizeof(float4) <= kSlots * Slots::kBytes, "totals lie where weights were");
-  extern __shared__ uint4 down_memory[]; // [kSlots], then the warps' totals
+  extern __shared__ __align__(128) uint4 down_memory[]; // [kSlots], then the warps' totals
   __shared__ Ring<kSlots> ring;
   __shared__ GroupChoice choice;
   __shared__ alignas(16) bf16 biases[kGroupChosen][kOwn];
@@ -43,7 +44,7 @@ __global__ void __launch_bounds__(kWarps * 32 + 32, 1) down_tiles(P p) {
 #pragma unroll 1
     for (int u = 0; u < count; u++) {
       const size_t row = static_cast<size_t>(choice.list[u]) * p.columns + first;
-      char *const to = reinterpret_cast<char *>(down_memory) + u % kSlots * Slots::kBytes;
+      char *const to = reinterpret_cast<char *>(down_memory) + u % kSlots * Slots::kPitch;
       uint64_t *const full = ring.full + u % kSlots;
       ring.begin(u, Slots::kBytes + (p.down_bias ? kOwn * static_cast<int>(sizeof(bf16)) : 0));
       if (lane == 0) copy_bulk(to, p.down + row * (kWidth / 8), Slots::kCodes, full);
@@ -77,7 +78,7 @@ __global__ void __launch_bounds__(kWarps * 32 + 32, 1) down_tiles(P p) {
   int slot = 0, parity = 0;
 #pragma unroll 1
   for (int u = 0; u < count; u++) {
-    const char *const from = reinterpret_cast<const char *>(down_memory) + slot * Slots::kBytes;
+    const char *const from = reinterpret_cast<const char *>(down_memory) + slot * Slots::kPitch;
     await(ring.full + slot, parity);
     Slot<F, kSpans> half[kHalves];
 #pragma unroll
@@ -145,7 +146,7 @@ inline bool has_down_tiles(const P &p, int blocks) {
 template <int kWidth, int kWarps, int kSpans, int kSlots, class P>
 inline cudaError_t launch_down_tiles(const P &p, cudaStream_t stream) {
   const dim3 grid(p.columns / DownSlot<kWidth>::kOwn, (p.rows + kRows - 1) / kRows);
-  return launch(down_tiles<P, kWidth, kWarps, kSpans, kSlots>, grid, kWarps * 32 + 32, kSlots * DownSlot<kWidth>::kBytes, stream, 1, p);
+  return launch(down_tiles<P, kWidth, kWarps, kSpans, kSlots>, grid, kWarps * 32 + 32, kSlots * DownSlot<kWidth>::kPitch, stream, 1, p);
 }
 
 } // namespace eagle3

@@ -8,9 +8,11 @@
 namespace eagle3 {
 
 // A tile in shared memory: 16 weight rows of codes, gate 0, up 0, gate 1, up 1 …, and then their scales, both as they lie in memory.
+// Slots begin at whole lines of shared memory, as rows of codes do in memory: copies that straddle lines are slower.
 template <int kColumns>
 struct TileSlot {
-  static constexpr int kRow = kColumns / 2, kScales = kColumns / kGroup, kCodes = 16 * kRow, kBytes = kCodes + 16 * kScales;
+  static constexpr int kRow = kColumns / 2, kScales = kColumns / kGroup, kCodes = 16 * kRow, kBytes = kCodes + 16 * kScales,
+                       kPitch = (kBytes + 127) / 128 * 128;
   static_assert(kRow % 16 == 0, "bulk copies are of whole sixteens");
 };
 
@@ -57,7 +59,7 @@ __device__ __forceinline__ void ask_tiles(const P &p, TileShared<kWarps, kSlots>
   for (int n = 0; now.u < count; n++, now.next(steps)) {
     const size_t row = (static_cast<size_t>(shared.choice.list[now.u]) * p.width + now.tile * 8) * 2;
     shared.ring.begin(n, Tile::kBytes);
-    char *const to = reinterpret_cast<char *>(memory) + n % kSlots * Tile::kBytes;
+    char *const to = reinterpret_cast<char *>(memory) + n % kSlots * Tile::kPitch;
     uint64_t *const full = shared.ring.full + n % kSlots;
     if (lane == 0) copy_bulk(to, p.gate_up + row * (kColumns / 8), Tile::kCodes, full);
     if (lane == 1) copy_bulk(to + Tile::kCodes, p.gate_up_scale + row * Tile::kScales, 16 * Tile::kScales, full);
@@ -112,7 +114,7 @@ __device__ __forceinline__ void multiply_tiles(TileShared<kWarps, kSlots> &share
   int slot = team, parity = 0;
 #pragma unroll 1
   for (int n = team, tile = blockIdx.x + team * gridDim.x; tile < tiles; n += kTeams, tile += kTeams * gridDim.x) {
-    const char *const from = reinterpret_cast<const char *>(memory) + slot * Tile::kBytes;
+    const char *const from = reinterpret_cast<const char *>(memory) + slot * Tile::kPitch;
     Slot<F, kSpans> top, bottom;
     auto fetch = [&](int q) {
       top.words[q] = *reinterpret_cast<const uint4 *>(from + codes + q * (kSpan / 2));
@@ -153,7 +155,7 @@ __global__ void __launch_bounds__(kTileThreads<kWarps, kTeams>, 1) packed_tiles(
   using F = typename P::Format;
   static_assert(sizeof(typename F::Scale) == 1, "scales of a byte");
   constexpr int kThreads = kTileThreads<kWarps, kTeams>;
-  extern __shared__ uint4 tile_memory[]; // [kSlots]
+  extern __shared__ __align__(128) uint4 tile_memory[]; // [kSlots]
   __shared__ TileShared<kWarps, kSlots> shared;
   const int all = threadIdx.x >> 5, team = all / kWarps, warp = all % kWarps, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int live = min(kRows, p.rows - static_cast<int>(blockIdx.y) * kRows), adder = static_cast<int>(threadIdx.x) - (kThreads - kAdders);
@@ -188,7 +190,7 @@ __global__ void __launch_bounds__(kTileThreads<kWarps, kTeams>, 1) packed_tiles(
 template <int kColumns, int kWarps, int kSpans, int kTeams, int kSlots, class P>
 inline cudaError_t launch_packed_tiles(const P &p, int blocks, cudaStream_t stream) {
   const dim3 grid(blocks, (p.rows + kRows - 1) / kRows);
-  return launch(packed_tiles<P, kColumns, kWarps, kSpans, kTeams, kSlots>, grid, kTileThreads<kWarps, kTeams>, kSlots * TileSlot<kColumns>::kBytes, stream, 1, p);
+  return launch(packed_tiles<P, kColumns, kWarps, kSpans, kTeams, kSlots>, grid, kTileThreads<kWarps, kTeams>, kSlots * TileSlot<kColumns>::kPitch, stream, 1, p);
 }
 
 } // namespace eagle3
