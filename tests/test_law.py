@@ -204,19 +204,29 @@ class LatentText(Text):
 TEXTS = {"attention": lambda make, length: Text(make, length, 2, 1, 16), "mla_attention": LatentText}
 
 
-@pytest.mark.parametrize("device, dtype", RUNS)
-@pytest.mark.parametrize("op", TEXTS)
-def test_attention_of_a_position_is_the_same_in_every_layout(op, device, dtype):
+# The interpreter is slow, so a test has one position there; the last in two splits of a lane, its chain across a split.
+FEW = {"attention": (3, 63, 79, 128, 593), "mla_attention": (63, 593)}
+MORE = (62, 64, 65, 78, 80, 126, 127, 129, 142, 143, 144, 190, 191, 192, 255, 2110, 2111, 2112, 2175, 4200)
+
+
+def placed():
+    """(op, device, dtype, positions) of tests that a machine is through with in time."""
+    for run in RUNS:
+        for op, few in FEW.items():
+            for positions in [(p,) for p in few] if run.values[0] == "cpu" else [few + MORE]:
+                number = f"-{positions[0]}" if len(positions) == 1 else ""
+                yield pytest.param(op, *run.values, positions, marks=run.marks, id=f"{op}-{run.id}{number}")
+
+
+@pytest.mark.parametrize("op, device, dtype, positions", list(placed()))
+def test_attention_of_a_position_is_the_same_in_every_layout(op, device, dtype, positions):
     """Plain, chain and scattered tree; borders of pages, of splits and of the recent stretch; batch; page size.
 
     Kills: splits counted from the prefix or the sequence's end, ancestors folded in node order, a border by sequence.
     """
     make = Make(dtype, device, 11)
     text = TEXTS[op](make, 700 if device == "cpu" else 4300)
-    # the interpreter is slow; the last in two splits of a lane, its chain across a split
-    few = (3, 63, 79, 128, 593) if op == "attention" else (63, 593)
-    more = (62, 64, 65, 78, 80, 126, 127, 129, 142, 143, 144, 190, 191, 192, 255, 2110, 2111, 2112, 2175, 4200)
-    for p in few if device == "cpu" else (*few, *more):
+    for p in positions:
         plain = text.attend([(p, 1, (0,))], 16)[0, 0]
         for depth, nodes, path, page in (
             (3, 4, (0, 1, 2, 3), 16),

@@ -17,6 +17,7 @@ from toys import V, pair
 
 import kernels
 from engine import Sampling, Shape
+from engine.shape import PLAIN
 from kernels import mla_prefill, prefill, prefill_packed, rope
 
 CPU = pytest.mark.interpreter
@@ -157,20 +158,20 @@ def test_stamps_ascend():
     assert 0 < first <= second <= third < first + 60 * 10**9
 
 
+@pytest.mark.parametrize("drafter", [None, "head", "oracle"])
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=CPU), pytest.param("cuda", marks=GPU)])
-def test_a_whole_engine(toys, device):
-    """Prompts of different lengths in a batch, a head's tree and an oracle's: the ids of the reference table.
+def test_a_whole_engine(toys, device, drafter):
+    """Prompts of different lengths in a batch, plain, a head's tree or an oracle's: the ids of the reference table.
 
     On the CPU the page table of a pass is columns of a wider one. Kills: its rows taken to be adjacent.
     """
     prompts, longer = [[1, 4, 1, 5, 9, 2, 6], [(7 * i) % V for i in range(20)]], 3 if device == "cpu" else 40
-    want, got = [], []
-    for table in (kernels.REFERENCE, kernels.FUSED):
+    found = []
+    for table, shape in ((kernels.REFERENCE, PLAIN), (kernels.FUSED, Shape(3, 3, 9) if drafter else PLAIN)):
         sizes = dict(page_size=16, device=device, dtype="float32")  # ties of bf16 would part the two tables
         engine = pair(toys.history(), toys.random_draft(), ops=table, **sizes)
-        for shape in (Shape(0, 1, 1), Shape(3, 3, 9)):
-            results = engine.generate(prompts, Sampling(max_new_tokens=longer), shape=shape)
-            (want if table is kernels.REFERENCE else got).append([r.token_ids for r in results])
-    engine.drafter = Replay([p + t for p, t in zip(prompts, want[0], strict=True)], V, 0.8, device=device)
-    results = engine.generate(prompts, Sampling(max_new_tokens=longer), shape=Shape(3, 3, 9))
-    assert want[0] == want[1] == got[0] == got[1] == [r.token_ids for r in results]
+        if found and drafter == "oracle":
+            engine.drafter = Replay([p + t for p, t in zip(prompts, found[0], strict=True)], V, 0.8, device=device)
+        results = engine.generate(prompts, Sampling(max_new_tokens=longer), shape=shape)
+        found.append([r.token_ids for r in results])
+    assert found[0] == found[1]
