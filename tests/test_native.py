@@ -55,6 +55,10 @@ INT4 = (  # rows, hidden, experts, width, choices
     (9, 4096, 16, 768, 2),
     (64, 512, 384, 1536, 8),
     (3, 256, 8, 1024, 4),
+    (8, 7168, 8, 256, 8),  # all rows choose all experts
+    (3, 256, 8, 256, 4),
+    (9, 4096, 16, 256, 2),
+    (20, 2048, 24, 256, 6),
 )
 
 KIMI = Routing(8, True, "sigmoid", scale=2.827)
@@ -204,12 +208,18 @@ def test_mxfp4_experts_at_real_sizes(table, sizes):
 @pytest.mark.parametrize("sizes", INT4, ids=str)
 def test_int4_experts_at_real_sizes(table, sizes):
     """Kills codes in another order than the rows, scales of a neighbouring group, experts of other rows that count, a
-    shared expert left out or of another row, scales that are no normal numbers raised all the same."""
+    shared expert left out or of another row, scales that are no normal numbers raised all the same, digits by the
+    largest column of another group, digits that overflow."""
     make, (n, hidden) = Quick(), sizes[:2]
     arguments = packed(make, *sizes)
     compare(table, "experts_int4", str(sizes), arguments, B16)
     arguments[4][:, ::7, ::3], arguments[6][:, ::5, ::2] = 0, 0
     compare(table, "experts_int4", f"{sizes}, zeros", arguments, B16)
+    x = arguments[0] / 4
+    x[:, 5:600:97] *= 30
+    x[:, 32:64], x[:, 64:96], x[:, 128:256] = 0, x[:, 64:96] * 2.0**-110, 255 * 2.0**-9  # the largest significand
+    arguments = x, *arguments[1:]
+    compare(table, "experts_int4", f"{sizes}, uneven groups", arguments, B16)
     for width in (256, 512, 1024):
         beside = make.floats(n, width), make.weight(hidden, width)
         compare(table, "experts_int4", f"{sizes} beside {width}", (*arguments, *beside), B16)

@@ -1,8 +1,9 @@
 // Grouped experts of few rows over INT4 weights (kernels/experts_int4.py): packed.cuh with codes q + 8, the lowest bits first,
-// and a bf16 scale of each group. A weight is (code - 8) * scale, rounded once.
+// and a bf16 scale of each group. Products are whole numbers (digits.cuh); in down of experts wider than a unit they are of bf16, where a
+// weight is (code - 8) * scale, rounded once.
 #pragma once
 
-#include "packed_down.cuh"
+#include "packed_down_digits.cuh"
 #include "packed_gate_up.cuh"
 
 namespace eagle3 {
@@ -85,10 +86,10 @@ struct Int4Experts {
   int rows, columns, width, experts, choices, shared_width; // shared_width: a multiple of 256, 0: no shared expert
 };
 
-// Down by the width alone: one unit is all that a row's expert has, or many spans follow one another.
+// Down by the width alone: one unit is all that a row's expert has, and is multiplied by digits, or many spans follow one another.
 template <int kHalves>
 inline cudaError_t int4_down(const Int4Experts &p, unsigned *launches, int grid, cudaStream_t stream) {
-  return p.width <= kUnit ? launch_packed_down<kInt4Warps, kHalves, 2, 1, 2>(p, launches, grid, stream)
+  return p.width == kUnit ? launch_packed_down_digits<kInt4Warps, kHalves, 2>(p, launches, grid, stream)
                           : launch_packed_down<kInt4Warps, kHalves, 1, 3, 2>(p, launches, grid, stream);
 }
 

@@ -107,6 +107,30 @@ struct Slot {
   static __device__ __forceinline__ uint32_t pair_scale(uint32_t pairs, int q) {
     return __byte_perm(__shfl_sync(kAll, pairs, 2 * q + (threadIdx.x >> 1 & 1), 4), 0, 0x1010 + 0x2222 * (threadIdx.x & 1));
   }
+  // Those of the lane's own group of each span, in bf16 all of them. All lanes call it.
+  struct Scales {
+    uint32_t pairs[(kSpans + 1) / 2];
+    __device__ __forceinline__ float of(int q) const { return __uint_as_float(q & 1 ? pairs[q / 2] & 0xffff0000u : pairs[q / 2] << 16); }
+  };
+  __device__ __forceinline__ Scales scales() const {
+    Scales own;
+    if constexpr (kPaired && kSpans == 4) { // a lane has a span's: it exchanges with the one that is two further, then with its neighbour
+      const int t = threadIdx.x & 3;
+      const uint32_t kept = t < 2 ? stored[0] : stored[1], got = __shfl_xor_sync(kAll, t < 2 ? stored[1] : stored[0], 2);
+      const unsigned mine = t & 1 ? 0x7632u : 0x5410u;
+      const uint32_t same = __byte_perm(kept, got, mine), other = __shfl_xor_sync(kAll, __byte_perm(kept, got, mine ^ 0x2222u), 1);
+      // spans t, t ^ 2 and t ^ 1, t ^ 3
+      own.pairs[0] = __byte_perm(same, other, t == 0 ? 0x5410u : t == 1 ? 0x1054u : t == 2 ? 0x7632u : 0x3276u);
+      own.pairs[1] = __byte_perm(same, other, t == 0 ? 0x7632u : t == 1 ? 0x3276u : t == 2 ? 0x5410u : 0x1054u);
+    } else if constexpr (kPaired && kSpans == 2) {
+      const int t = threadIdx.x & 3;
+      own.pairs[0] = __byte_perm(__shfl_sync(kAll, stored[0], t >> 1, 4), __shfl_sync(kAll, stored[0], 2 + (t >> 1), 4), t & 1 ? 0x7632u : 0x5410u);
+    } else {
+#pragma unroll
+      for (int q = 0; q < kSpans; q += 2) own.pairs[q / 2] = q + 1 < kSpans ? __byte_perm(scale(q), scale(q + 1), 0x5410) : scale(q);
+    }
+    return own;
+  }
   static __device__ __forceinline__ bool large(uint32_t stored) {
     return kPaired ? F::large(stored & 0xffffu) | F::large(stored >> 16) : F::large(stored);
   }

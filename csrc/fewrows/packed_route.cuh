@@ -81,7 +81,7 @@ struct InnerRouter {
       if (slice >= kSlices) continue;
 #pragma unroll
       for (int i = part * kSlice; i < (part + 1) * kSlice; i++) { // as HalfTile multiplies
-        const uint4 y = F::straight(row[warp * kPieces * 4 + i * 4 + (t ^ (i & 3))]);
+        const uint4 y = F::straight(row[warp * kPieces * 4 + i * 4 + t]);
         mma(c, w[i].x, w[i].y, w[i].z, w[i].w, y.x, y.z);
         mma(odd, w[i].x, w[i].y, w[i].z, w[i].w, y.y, y.w);
       }
@@ -98,10 +98,11 @@ struct InnerRouter {
       r.hidden[row * r.width + (tile - tiles.routing) * 4 + i / 2] = unit_of(factor, sums.sum(threadIdx.x), sums.sum(threadIdx.x + 8));
   }
   // Scores of the `live` rows, then their choice, noted in `choice`; the last block, which has no more tiles than others, publishes
-  // it for the next kernel, which may begin when all blocks let it. row: the lane's; factor(row): of a norm. A barrier follows.
-  template <class Factor>
+  // it for the next kernel, which may begin when all blocks let it. row: the lane's; factor(row): of a norm; meanwhile(): what is done
+  // while the scores are on their way, when the rows are read. A barrier follows.
+  template <class Factor, class Meanwhile>
   __device__ __forceinline__ void choose(const Router &r, const uint4 *row, int live, unsigned tag, Factor factor, Memory &memory,
-                                         float *corrections, GroupChoice &choice) {
+                                         float *corrections, GroupChoice &choice, Meanwhile meanwhile) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 #pragma unroll
     for (int k = 0; k < kOwn; k++)
@@ -115,6 +116,7 @@ struct InnerRouter {
       if (threadIdx.x < 64) send(r, tile, live, factor(threadIdx.x & 7), first ? bias : bias_of(r, tile), memory.sums, tag);
       __syncthreads(); // the sums are read
     }
+    meanwhile();
     await_scores<kThreads>(r, memory.scores, corrections, live, tag);
     __syncthreads();
 #pragma unroll 1

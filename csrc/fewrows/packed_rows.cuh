@@ -1,5 +1,5 @@
-// A group's rows in shared memory, as gate and up over four-bit codes multiply them: [rows][kPitch] chunks of 8 columns in the order of a
-// format F. Rows lie on different banks.
+// A group's rows in shared memory, as a router beside gate and up over four-bit codes multiplies them: [rows][kPitch] chunks of 8 columns in
+// the order of a format F. Rows lie on different banks.
 #pragma once
 
 #include "packed.cuh"
@@ -13,8 +13,7 @@ __device__ __forceinline__ int lane_row(int live) {
   return g < live ? g : 0;
 }
 
-// Rows times a norm's gains; sums of them lack the norm's factor. Four neighbours lie in an order of their own, so that four that
-// follow one another (a router's) and four that lie four apart (an expert's) are on different banks.
+// Rows times a norm's gains; sums of them lack the norm's factor.
 template <class F, int kColumns, int kWarps, int kSpans>
 struct GainedRows {
   static constexpr int kThreads = kWarps * 32, kChunks = kWarps * kSpans * 16, kPitch = kChunks + 4;
@@ -58,7 +57,7 @@ struct GainedRows {
         for (int k = 0; k < kOwn; k++) {
           const int c = threadIdx.x + k * kThreads;
           if (half + r < live && c < kReal)
-            rows[(half + r) * kPitch + (c ^ (c >> 2 & 3))] = F::operand(gained(v[r][k], gain[k], sum[k % kParts][half + r]));
+            rows[(half + r) * kPitch + c] = F::operand(gained(v[r][k], gain[k], sum[k % kParts][half + r]));
         }
     }
     if constexpr (kReal < kChunks) // columns that do not exist
@@ -72,15 +71,12 @@ struct GainedRows {
     }
     __syncthreads();
   }
-  // Where the row of this lane's sums begins; rows that do not exist: the first. The first eight of group t of a span; another one
-  // of that group, which follows from it where it is needed: they would take registers.
+  // Where the row of this lane's sums begins; rows that do not exist: the first.
   static __device__ __forceinline__ int of_lane(int live) { return lane_row(live) * kPitch; }
-  static __device__ __forceinline__ int of_group(int t) { return t * 5; }
   static __device__ __forceinline__ int fresh(int at) {
     asm volatile("" : "+r"(at));
     return at;
   }
-  static __device__ __forceinline__ int eighth(int at, int eight) { return at ^ eight; }
   // What sums of row r are still to be multiplied by.
   __device__ __forceinline__ float factor(int r, float eps) const {
     if (!normed) return 1.f;
