@@ -93,7 +93,7 @@ inline cudaError_t fp4_experts(const Fp4Experts &p, int blocks, cudaStream_t str
   }
   if (e != cudaSuccess) return e;
   if (has_down_tiles<2880>(p, blocks)) // gpt-oss whole
-    return launch_down_tiles<2880, 23, 1, 3>(p, stream);
+    return launch_down_tiles<2880, 23, 3>(p, stream);
   // one block a multiprocessor where 32 outputs each are enough
   const int least = (p.columns + 31) / 32, share = blocks < p.columns ? blocks : p.columns, grid = share > least ? share : least;
   const int spans = (p.width + kSpan - 1) / kSpan;
