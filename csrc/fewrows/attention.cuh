@@ -46,7 +46,8 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   __shared__ Copies<kDepth> copies[kOne ? 1 : 2]; // of each side of long tables
   __shared__ uint64_t inbox;
   bf16 *const memory = reinterpret_cast<bf16 *>(attention_memory);
-  float *const result = reinterpret_cast<float *>(attention_memory), *const top_of = result + P::kResult, *const norm_of = top_of + P::kStats / 2;
+  float *const result = reinterpret_cast<float *>(attention_memory);
+  float2 *const stats_of = reinterpret_cast<float2 *>(result + P::kResult);
   const int threads = kMost == 1 ? kWarps * 32 : blockDim.x, parts = threads / (kWarps * 32);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, part = warp / kWarps, side = warp / kSlices & 1, slice = warp % kSlices;
   const int mates = parts * kSide, mate = part * kSide + threadIdx.x % kSide; // threads of this side, and which of them this one is
@@ -134,6 +135,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   const bool holds = mine(tail) && tail * kTile < end; // of long tables: whether nodes are in a tile of this block
   if (kOne || holds || p.window) nodes.read(p, asked, line0, first_row, rows, prefix, pages);
   if (kOne) end = nodes.end;
+  if ((kOne || holds) && slice == kSlices - 1 && side && !lane) nodes.lead(part, part * kBlock, min(rows, (part + 1) * kBlock));
   // Nodes have a stage of their own where a block may have two parts: in long tables the odd side's last. Else they lie behind the
   // prefix's rows in the stage of their tile, or else in that of the odd one after it, which has no such rows, or else in that of the
   // even one before it, once it is folded.
@@ -147,6 +149,16 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   // of short tables vector i is rank i mod kUsed's, who gets it from all that have a part of it
   if (kOne && threadIdx.x == 0) open_inbox(&inbox, (vectors + kUsed - 1 - rank) / kUsed * __popc(live_ranks) * (kWidth + 2) * 4);
   if (kOne) cluster_arrive();
+  float *const sent = result + P::kInbox, *const sent_stats = sent + P::kReceived * kWidth; // [vectors / kUsed, kUsed], kWidth and 2 of each
+  if constexpr (kOne) { // of ranks that have none: who merges asks no more who has any
+    if (warp < P::kReceived / kUsed)
+#pragma unroll 1
+      for (unsigned none = ~live_ranks & ((1u << kUsed) - 1); none; none &= none - 1) {
+        const int from = warp * kUsed + __ffs(none) - 1;
+        *reinterpret_cast<Sum *>(sent + from * kWidth + lane * kMany) = Sum{};
+        if (lane == 0) *reinterpret_cast<float2 *>(sent_stats + from * 2) = make_float2(-INFINITY, 0.f);
+      }
+  }
   const int lanes = (p.heads + 2 * p.groups) * kWidth;
   const bool some = kOne ? live_ranks >> rank & 1 : has(rank), folds = start * kTile < end; // whether this block has a tile, and this side
   // the first tile past the prefix is written by who folds it
@@ -156,6 +168,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   const bool sees_nodes = own_nodes && mine(nodes_tile) && nodes_tile >= oldest && nodes_tile * kTile < end;
   // rows of the cache are older than the kernel before this one, which only projects
   const unsigned long long earlier = own_nodes ? nodes.wanted & ~nodes.present : 0;
+  if (kOne && !folds && lane < kVectors) stats_of[warp * kVectors + lane] = make_float2(-INFINITY, 0.f); // of nothing
   auto fetch_earlier = [&] { // seldom: a step of a draft
 #pragma unroll 1
     for (int i = late ? mate : threadIdx.x; i < kTile * kChunks; i += late ? mates : threads) {
@@ -192,6 +205,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   if (!at_once) launch_dependents();
 #pragma unroll
   for (int i = 0; i < kMany; i++) q[i] = turns && turned_row < rows ? load_rows(from + i * 32) : make_uint4(0, 0, 0, 0);
+  if (kOne) cluster_wait(); // others may be sent to: asked while the queries are on their way, it costs nothing
   constexpr int kRead = 1, kKept = 2, kOwn = 3, kVector = 5; // barriers: the even tile is read; nodes are kept; of a side; of a vector
   if (late && side) meet_at(kRead, threads);
   if (own_nodes && (side || !late)) {
@@ -221,13 +235,14 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
         meet_at(kOwn + side, mates);
       if (!kOne) await(own_copies().full + turn / 2, turn & 1);
       const int first = at + slice * kSlice, row0 = (side * kDepth + static_cast<int>(turn / 2)) * 2 * kTile + slice * kSlice;
-      const bool gathered = first + kSlice > prefix; // then each row by itself: paths differ
-      const int row_begin = part * kBlock, row_end = gathered ? min(rows, row_begin + kBlock) : row_begin + (row_begin < rows);
+      const bool gathered = first + kSlice > prefix; // then each row by itself, unless they lie on one path
+      const int row_begin = part * kBlock, leader = gathered ? nodes.leader[part] : row_begin;
+      const int row_end = min(rows, leader < 0 ? row_begin + kBlock : leader + 1);
       if (!kOne && !gathered && !p.window) { // every vector sees every position
         if (row_begin < rows) fold.slice(queries, memory, Sums::place_at(row0), false, first, {}, {}, p.scale);
       } else {
 #pragma unroll 1
-        for (int r = row_begin; r < row_end; r++) {
+        for (int r = max(leader, row_begin); r < row_end; r++) {
           const int last = nodes.last_of[r];
           if (gathered && first > last) continue;
           const uint8_t *path = nodes.path[r];
@@ -235,21 +250,18 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
 #pragma unroll
           for (int h = 0; h < 2; h++) {
             const Limits of = kOne ? early[h] : limits(h);
-            sees[h] = !gathered || of.row == r ? of.last : -1;
+            sees[h] = leader >= 0 || of.row == r ? of.last : -1;
             after[h] = of.after;
           }
           auto place = Sums::place_at(row0);
           if (gathered) place = Sums::place_of([&](int i) { return first + i < prefix ? row0 + i : node0 + path[min(first + i, last) - prefix]; });
           fold.slice(queries, memory, place, gathered || p.window, first, after, sees, p.scale);
-          bool lost = false; // a query that sees a broken node is lost, and only such a query
-          if (gathered)
-#pragma unroll 1
-            for (int d = lane; d <= last - prefix; d += 32) lost |= nodes.broken[path[d]] != 0;
-          if (__any_sync(kAll, lost)) {
+          if (gathered && nodes.broken) // a query that sees a broken node is lost, and only such a query
 #pragma unroll
-            for (int h = 0; h < 2; h++)
-              if ((kOne ? early[h] : limits(h)).row == r) fold.norm[h] = NAN;
-          }
+            for (int h = 0; h < 2; h++) {
+              const Limits of = kOne ? early[h] : limits(h);
+              if (of.row < rows && (nodes.bits[of.row] & nodes.broken)) fold.norm[h] = NAN;
+            }
         }
       }
       if (kOne) break;
@@ -266,41 +278,51 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   }
   if (late && !side) arrive_at(kRead, threads);
   if (some) {
-    const bool folded = kOne ? start * kTile < nodes.end : folds; // of short tables without a register meanwhile
+    // `folds`, without a register meanwhile
+    const bool folded = kOne ? start * kTile < nodes.end : first_of(rank, fresh_thread() / (kSlices * 32) & 1) * kTile < end;
     if (!kOne || own_nodes) { // what one side stores, the other may still read
       wait_copies<0>();
       __syncthreads();
     } else if (folded)
       meet_at(kOwn + side, mates);
-    if (folded) fold.store(result + warp * kVectors * kWidth, top_of + warp * kVectors, norm_of + warp * kVectors, halves);
+    if (folded)
+      fold.store(result + warp * kVectors * kWidth, stats_of + warp * kVectors, halves);
+    else if (!kOne && lane < kVectors)
+      stats_of[warp * kVectors + lane] = make_float2(-INFINITY, 0.f); // of nothing
     __syncthreads();
   }
-  bool waited = !kOne; // until other blocks may be sent to
   // the block's partials, a warp a vector at a time
   const int column = lane * kMany;
-  float *const sent = result + P::kInbox, *const sent_stats = sent + P::kReceived * kWidth; // [vectors / kUsed, kUsed], kWidth and 2 of each
   auto lines = [&](int v) { return Lines<kWidth>(p, group, parts * kVectors, v); };
-  if (some) {
-    const unsigned side_warps = (1u << kSlices) - 1;
-    const unsigned live_warps = (first_of(rank, 0) * kTile < end ? side_warps : 0) | (first_of(rank, 1) * kTile < end ? side_warps << kSlices : 0);
-#pragma unroll 1
-    for (int v = warp; v < vectors; v += parts * kWarps) {
-      const int at = v / kVectors * kWarps * kVectors + v % kVectors; // of its part's first warp
-      float of_all[2];
-      const Sum y = merge_partials<kWidth, kWarps>(
-          of_all[0], of_all[1], live_warps, -INFINITY, [&](int w) { return make_float2(top_of[at + w * kVectors], norm_of[at + w * kVectors]); },
-          [&](int w) { return *reinterpret_cast<const Sum *>(result + sum_at<kWidth>(at + w * kVectors, column & ~7) + (column & 7)); });
+  const int many = parts * kWarps; // warps: two vectors each are all
+  if (some && warp < vectors) {
+    const bool sides[2] = {first_of(rank, 0) * kTile < end, first_of(rank, 1) * kTile < end}; // that have folded a tile
+    Partials<kWidth, kWarps> partials[2]; // all loads of both are on their way at once
+    float of_all[2][2];
+    Sum y[2];
+    auto live = [&](int i) { return [&, i](int w) { return sides[w / kSlices] && warp + i * many < vectors; }; };
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int v = warp + i * many, at = v / kVectors * kWarps * kVectors + v % kVectors; // of its part's first warp
+      const float *const from = result + sum_at<kWidth>(at, column & ~7) + (column & 7); // those of a warp are a multiple of 8 vectors
+      partials[i].load(live(i), [&](int w) { return stats_of[at + w * kVectors]; },
+                       [&](int w) { return *reinterpret_cast<const Sum *>(from + w * kVectors * kWidth); });
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) y[i] = partials[i].merged(of_all[i][0], of_all[i][1], live(i));
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int v = warp + i * many;
+      if (v >= vectors) break;
       if (!kOne) {
-        lines(v).hand_over(rank, y, of_all[0], of_all[1]);
+        lines(v).hand_over(rank, y[i], of_all[i][0], of_all[i][1]);
         continue;
       }
-      if (!waited) cluster_wait(), waited = true;
       const int to = v / kUsed * kUsed + rank;
-      send(sent + to * kWidth + column, &inbox, v % kUsed, y.v);
-      if (lane == 0) send(sent_stats + to * 2, &inbox, v % kUsed, of_all);
+      send(sent + to * kWidth + column, &inbox, v % kUsed, y[i].v);
+      if (lane == 0) send(sent_stats + to * 2, &inbox, v % kUsed, of_all[i]);
     }
   }
-  if (!waited) cluster_wait();
   // what this rank merges: of the cluster, or of all ranks
   const int v = kOne ? rank + kUsed * warp : kDealt - 1 - rank + kMergers * (warp / kQuarters);
   if (v >= vectors || !(kOne || merges)) return;
@@ -309,11 +331,11 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   float sink = p.sinks ? __bfloat162float(p.sinks[head]) * 1.4426950408889634f : -INFINITY;
   asm volatile("" : "+l"(to), "+f"(sink)); // beside the others' sending
   if constexpr (kOne) {
-    wait_inbox(&inbox);
+    await(&inbox, 0); // in this block's own memory: a wait of the cluster's would drop all of L1 besides
     const float *const got = sent + warp * kUsed * kWidth + column;
     const float2 *const got_stats = reinterpret_cast<const float2 *>(sent_stats) + warp * kUsed;
     float top, norm;
-    const Sum y = merge_partials<kWidth, kUsed>(top, norm, live_ranks, -INFINITY, [&](int c) { return got_stats[c]; },
+    const Sum y = merge_partials<kWidth, kUsed>(top, norm, [](int) { return true; }, [&](int c) { return got_stats[c]; },
                                                 [&](int c) { return *reinterpret_cast<const Sum *>(got + c * kWidth); });
     finish<kWidth>(to, y, top, norm, sink);
   } else {

@@ -24,14 +24,16 @@ template <int kPieces, int kGroups>
 using BlockRows = Operand<256, kPieces, kGroups, true, kGroups == 2 && kPieces == 8 ? 1 : 0>;
 
 // Router logits of the block's rows for 8 experts, whose weights are in `w`: half a tile leaves registers for the rows.
-// squares: of normed rows, as Operand::stage leaves them. store(copy, row of the block, expert, logit): by a warp a copy and group.
+// squares: of normed rows, as Operand::stage leaves them; factors: what comes of them. store(copy, row of the block, expert, logit): by a
+// warp a copy and group. A's upper rows are words x and y of weight rows, its lower ones words z and w of the same (turn_router): one A
+// for both products, of which one leaves a sum above and the other one below.
 constexpr int kRouterOutputs = 8;
 inline __host__ __device__ int router_tiles(const Experts &p) { return (p.experts + kRouterOutputs - 1) / kRouterOutputs; }
 
 template <int kCopies, int kPieces, int kGroups, class Store>
 __device__ __forceinline__ void route_block(const Experts &p, const Block<kGroups> &block, const uint4 (&w)[kPieces],
                                             const BlockRows<kPieces, kGroups> &b, const float (*squares)[8][kRows],
-                                            float4 (*red)[8 * 32], Store store) {
+                                            float *factors, float2 (*red)[8 * 32], Store store) {
   using Rows = BlockRows<kPieces, kGroups>;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 #pragma unroll
@@ -40,19 +42,23 @@ __device__ __forceinline__ void route_block(const Experts &p, const Block<kGroup
 #pragma unroll
     for (int i = 0; i < kPieces; i++) {
       const uint4 v = b.get(group, i);
-      mma(c, w[i].x, 0u, w[i].y, 0u, v.x, v.y);
-      mma(odd, w[i].z, 0u, w[i].w, 0u, v.z, v.w);
+      mma(c, w[i].x, w[i].y, w[i].z, w[i].w, v.x, v.y);
+      mma(odd, w[i].x, w[i].y, w[i].z, w[i].w, v.z, v.w);
     }
-    red[group][threadIdx.x] = add(c, odd);
+    red[group][threadIdx.x] = make_float2(c.x + odd.z, c.y + odd.w);
   }
+  if (warp == 7 && lane < kRows * kGroups) // beside the products
+    factors[lane] = Rows::factor(squares[lane / kRows], lane % kRows, p.gamma, p.eps);
   __syncthreads();
   if (warp < kGroups * kCopies) {
     const int group = warp % kGroups, copy = warp / kGroups;
-    const float4 v = sum_of_warps(red[group]);
-    const int own = 2 * (lane & 3), row = group * kRows + own, e = blockIdx.x * kRouterOutputs + (lane >> 2);
-    const float even = Rows::factor(squares[group], own, p.gamma, p.eps), odd = Rows::factor(squares[group], own + 1, p.gamma, p.eps);
-    if (e < p.experts && row < block.live) store(copy, row, e, v.x * even);
-    if (e < p.experts && row + 1 < block.live) store(copy, row + 1, e, v.y * odd);
+    float2 v = red[group][lane];
+#pragma unroll
+    for (int w = 1; w < 8; w++) v.x += red[group][w * 32 + lane].x, v.y += red[group][w * 32 + lane].y;
+    const int row = group * kRows + 2 * (lane & 3), e = blockIdx.x * kRouterOutputs + (lane >> 2);
+    const float2 factor = *reinterpret_cast<const float2 *>(factors + row);
+    if (e < p.experts && row < block.live) store(copy, row, e, v.x * factor.x);
+    if (e < p.experts && row + 1 < block.live) store(copy, row + 1, e, v.y * factor.y);
   }
 }
 
@@ -63,24 +69,36 @@ __device__ __forceinline__ void fetch_router(const Experts &p, uint4 (&w)[kPiece
 #pragma unroll
   for (int i = 0; i < kPieces; i++) w[i] = load_weights(p.router + static_cast<size_t>(e) * p.columns + column + i * kPiece);
 }
+// As route_block takes them. By who routes alone: apart from the products, for each of which ptxas would move the words anew.
+template <int kPieces>
+__device__ __forceinline__ void turn_router(uint4 (&w)[kPieces]) {
+#pragma unroll
+  for (int i = 0; i < kPieces; i++) {
+    const uint32_t z = w[i].z;
+    w[i].z = w[i].y, w[i].y = z;
+  }
+  __syncwarp();
+}
 
 // Router alone: for more rows than one block of them.
 template <int kPieces, int kGroups>
 __global__ void __launch_bounds__(256, 2) router(Experts p) {
   using Rows = BlockRows<kPieces, kGroups>;
   extern __shared__ uint4 operand_memory[];
-  __shared__ float4 red[kGroups][8 * 32];
+  __shared__ float2 red[kGroups][8 * 32];
   __shared__ float squares[kGroups][8][kRows];
+  __shared__ __align__(8) float factors[Block<kGroups>::kHeld];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, column = warp * kPieces * kPiece + (lane & 3) * 8;
   const Block<kGroups> block(p);
   const auto gain = Rows::gain(p.gamma);
   uint4 w[kPieces];
   fetch_router(p, w, column);
+  turn_router(w);
   Rows b(operand_memory);
   wait_for_predecessor();
   launch_dependents();
   b.stage(p.x, p.columns, block.first, p.rows, gain, squares);
-  route_block<1>(p, block, w, b, squares, red, [&](int, int row, int e, float v) { p.logits[static_cast<size_t>(block.first + row) * p.experts + e] = v; });
+  route_block<1>(p, block, w, b, squares, factors, red, [&](int, int row, int e, float v) { p.logits[static_cast<size_t>(block.first + row) * p.experts + e] = v; });
 }
 
 // A block's tiles of 8 gates and their ups, dealt to the blocks in turn: of which chosen expert, which of its tiles.
@@ -111,7 +129,7 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
   extern __shared__ uint4 operand_memory[];
   __shared__ float4 red[2][kGroups][8 * 32];
   __shared__ float squares[kGroups][8][kRows];
-  __shared__ float factors[Block<kGroups>::kHeld];
+  __shared__ __align__(8) float factors[Block<kGroups>::kHeld];
   __shared__ Choice<kGroups, kMany> choice;
   __shared__ Dealt::Steps steps;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -124,12 +142,13 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
   choice.clear();
   Dealt at(p.width / 8, steps); // read after the choice's barriers
   Rows b(operand_memory);
+  if (routes) turn_router(w);
   wait_for_predecessor();
   const unsigned tag = kRoute ? load_int(reinterpret_cast<const int *>(p.launch)) : 0;
   b.stage(p.x, p.columns, block.first, p.rows, gain, squares);
   using Copies = Board<kGroups, kMany>;
   if (routes)
-    route_block<Copies::kCopies>(p, block, w, b, squares, red[0], [&](int copy, int row, int e, float v) {
+    route_block<Copies::kCopies>(p, block, w, b, squares, factors, reinterpret_cast<float2 (*)[8 * 32]>(red[0]), [&](int copy, int row, int e, float v) {
       store_packet(p.packets + Copies::place(copy, row) + e, v, tag);
     });
   const bool publishes = blockIdx.x == gridDim.x - 1; // who has no more tiles than others
@@ -151,7 +170,7 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
     const bf16 *from = aim(at);
     tile.fetch(from, from + below);
   }
-  if (threadIdx.x < Block<kGroups>::kHeld) // read after the first tile's barrier
+  if (!routes && threadIdx.x < Block<kGroups>::kHeld) // read after the first tile's barrier
     factors[threadIdx.x] = Rows::factor(squares[threadIdx.x / kRows], threadIdx.x % kRows, p.gamma, p.eps);
 #pragma unroll 1
   for (int turn = 0; at.expert < chosen; turn++) {

@@ -222,8 +222,8 @@ struct Fold {
     }
   }
 
-  // Partials of the warp's vectors, or of half of them: sums of values [16, kWidth], maxima and norms [16].
-  __device__ __forceinline__ void store(float *result, float *tops, float *norms, int halves) const {
+  // Partials of the warp's vectors, or of half of them: sums of values [16, kWidth], maximum and norm [16].
+  __device__ __forceinline__ void store(float *result, float2 *stats, int halves) const {
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -231,7 +231,7 @@ struct Fold {
 #pragma unroll
       for (int i = 0; i < kWidth / 8; i++)
         *reinterpret_cast<float2 *>(result + sum_at<kWidth>(g + 8 * h, i * 8 + 2 * t)) = h ? make_float2(out[i].z, out[i].w) : make_float2(out[i].x, out[i].y);
-      if (t == 0) tops[g + 8 * h] = top[h], norms[g + 8 * h] = norm[h];
+      if (t == 0) stats[g + 8 * h] = make_float2(top[h], norm[h]);
     }
   }
 };
@@ -246,36 +246,45 @@ struct alignas(kWidth / 8) Columns {
   }
 };
 
-// Partials 0 … kCount - 1 of one vector, those that `live` has bits of, merged in ascending order by a warp: stat(c) gives maximum and
-// norm of partial c, of(c) the lane's columns. Every lane makes all shares itself: shuffles below a condition wait for one another.
-// Norm and maximum (-inf: it sees nothing) of the sum are left.
-template <int kWidth, int kCount, class Stat, class Of>
-__device__ __forceinline__ Columns<kWidth> merge_partials(float &top, float &norm, unsigned live, float sink, Stat stat, Of of) {
+// Partials 0 … kCount - 1 of one vector, by a warp: stat(c) gives maximum and norm of partial c, -inf and 0 where it is of nothing, of(c)
+// the lane's columns where live(c) says that there are any. Every lane makes all shares itself: shuffles below a condition wait for one another.
+template <int kWidth, int kCount>
+struct Partials {
   float2 stats[kCount];
-  Columns<kWidth> part[kCount], y = {};
+  Columns<kWidth> part[kCount];
+  template <class Live, class Stat, class Of>
+  __device__ __forceinline__ void load(Live live, Stat stat, Of of) {
 #pragma unroll
-  for (int c = 0; c < kCount; c++) {
-    stats[c] = make_float2(-INFINITY, 0.f);
-    if (live >> c & 1) stats[c] = stat(c);
+    for (int c = 0; c < kCount; c++) stats[c] = stat(c);
+#pragma unroll
+    for (int c = 0; c < kCount; c++)
+      if (live(c)) part[c] = of(c);
   }
+  // In ascending order; norm and maximum (-inf: it sees nothing) of the sum are left.
+  template <class Live>
+  __device__ __forceinline__ Columns<kWidth> merged(float &top, float &norm, Live live) const {
+    Columns<kWidth> y = {};
+    float most = -INFINITY;
 #pragma unroll
-  for (int c = 0; c < kCount; c++)
-    if (live >> c & 1) part[c] = of(c);
-  float most = sink;
+    for (int c = 0; c < kCount; c++) most = fmaxf(most, stats[c].x);
+    const float base = most == -INFINITY ? 0.f : most;
+    float sum = 0.f, share[kCount];
 #pragma unroll
-  for (int c = 0; c < kCount; c++) most = fmaxf(most, stats[c].x);
-  const float base = most == -INFINITY ? 0.f : most;
-  float sum = power_of_two(sink - base), share[kCount];
+    for (int c = 0; c < kCount; c++) share[c] = power_of_two(stats[c].x - base);
 #pragma unroll
-  for (int c = 0; c < kCount; c++) share[c] = power_of_two(stats[c].x - base);
-#pragma unroll
-  for (int c = 0; c < kCount; c++)
-    if (live >> c & 1) {
+    for (int c = 0; c < kCount; c++) {
       sum = fmaf(share[c], stats[c].y, sum);
-      y.add(share[c], part[c]);
+      if (live(c)) y.add(share[c], part[c]);
     }
-  top = most, norm = sum;
-  return y;
+    top = most, norm = sum;
+    return y;
+  }
+};
+template <int kWidth, int kCount, class Live, class Stat, class Of>
+__device__ __forceinline__ Columns<kWidth> merge_partials(float &top, float &norm, Live live, Stat stat, Of of) {
+  Partials<kWidth, kCount> partials;
+  partials.load(live, stat, of);
+  return partials.merged(top, norm, live);
 }
 
 } // namespace eagle3

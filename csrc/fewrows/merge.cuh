@@ -43,11 +43,11 @@ struct Words {
     else
       asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1,%2};" ::"l"(to), "r"(v[0]), "r"(v[1]) : "memory");
   }
-  __device__ __forceinline__ bool there() const {
-    bool all = true;
+  __device__ __forceinline__ uint32_t least() const { // not zero: all of them have come; one comparison after another would wait for itself
+    uint32_t least = v[0];
 #pragma unroll
-    for (int j = 0; j < kMany; j++) all &= v[j] != 0;
-    return all;
+    for (int j = 1; j < kMany; j++) least = min(least, v[j]);
+    return least;
   }
 };
 
@@ -80,43 +80,48 @@ __device__ __forceinline__ void merge_ranks(const Lines<kWidth> &lines, float *s
   using Sum = Columns<kWidth>;
   constexpr int kMany = kWidth / 32;
   const int lane = threadIdx.x & 31, quarter = threadIdx.x / 32 % kQuarters;
-  const unsigned live = __ballot_sync(kAll, has(lane)), own = live >> quarter * kNear & ((1u << kNear) - 1);
+  const unsigned live = __ballot_sync(kAll, has(lane)), own = live >> quarter * kNear;
   static_assert(kDealt == 32, "a rank a lane");
-  float *const line = lines.first + quarter * kNear * lines.kLine;
+  float *const line = lines.first + quarter * kNear * lines.kLine, *const stat = line + lane % kNear * lines.kLine + kWidth;
   const bool asks = own >> lane % kNear & 1; // whether the rank whose maximum and norm this lane asks for has any
+  uint32_t none[kNear]; // all ones of ranks that have none
+#pragma unroll
+  for (int i = 0; i < kNear; i++) none[i] = own >> i & 1 ? 0u : ~0u;
   Words<kMany> words[kNear];
   Words<2> stats;
-  bool wait;
+  uint32_t least;
   do { // all are asked for, whoever has any: below conditions ptxas waits for one after the other
-    stats.load(line + lane % kNear * lines.kLine + kWidth);
+    stats.load(stat);
 #pragma unroll
     for (int i = 0; i < kNear; i++) words[i].load(line + i * lines.kLine + lane * kMany);
-    wait = asks && !stats.there();
+    least = asks ? stats.least() : 1;
 #pragma unroll
-    for (int i = 0; i < kNear; i++) wait |= (own >> i & 1) && !words[i].there();
-  } while (__any_sync(kAll, wait));
-  if (asks && lane < kNear) Words<2>{}.store(line + lane * lines.kLine + kWidth);
-#pragma unroll
-  for (int i = 0; i < kNear; i++)
-    if (own >> i & 1) Words<kMany>{}.store(line + i * lines.kLine + lane * kMany);
+    for (int i = 0; i < kNear; i++) least = min(least, words[i].least() | none[i]);
+  } while (__any_sync(kAll, least == 0));
+  const float own_top = asks ? stats.get(0) : -INFINITY, own_norm = asks ? stats.get(1) : 0.f; // of nothing
   float2 of_rank[kNear];
 #pragma unroll
-  for (int i = 0; i < kNear; i++) of_rank[i] = make_float2(__shfl_sync(kAll, stats.get(0), i), __shfl_sync(kAll, stats.get(1), i));
+  for (int i = 0; i < kNear; i++) of_rank[i] = make_float2(__shfl_sync(kAll, own_top, i), __shfl_sync(kAll, own_norm, i));
   float top, norm;
-  Sum y = merge_partials<kWidth, kNear>(top, norm, own, -INFINITY, [&](int i) { return of_rank[i]; }, [&](int i) {
-    Sum part;
+  const auto all = [](int) { return true; };
+  Sum y = merge_partials<kWidth, kNear>(top, norm, all, [&](int i) { return of_rank[i]; }, [&](int i) {
+    Sum part; // zeros of none
 #pragma unroll
-    for (int j = 0; j < kMany; j++) part.v[j] = words[i].get(j);
+    for (int j = 0; j < kMany; j++) part.v[j] = __uint_as_float(~(words[i].v[j] | none[i]));
     return part;
   });
   float2 *const tops = reinterpret_cast<float2 *>(shared + kQuarters * kWidth);
   *reinterpret_cast<Sum *>(shared + quarter * kWidth + lane * kMany) = y;
   if (lane == 0) tops[quarter] = make_float2(top, norm);
   meet_at(barrier, kQuarters * 32);
-  if (quarter) return;
-  y = merge_partials<kWidth, kQuarters>(top, norm, ~0u, -INFINITY, [&](int q) { return tops[q]; },
-                                        [&](int q) { return *reinterpret_cast<const Sum *>(shared + q * kWidth + lane * kMany); });
-  finish<kWidth>(to, y, top, norm, sink);
+  if (!quarter) {
+    y = merge_partials<kWidth, kQuarters>(top, norm, all, [&](int q) { return tops[q]; },
+                                          [&](int q) { return *reinterpret_cast<const Sum *>(shared + q * kWidth + lane * kMany); });
+    finish<kWidth>(to, y, top, norm, sink);
+  }
+  if (lane < kNear) Words<2>{}.store(stat); // zero again, also where nothing has come
+#pragma unroll
+  for (int i = 0; i < kNear; i++) Words<kMany>{}.store(line + i * lines.kLine + lane * kMany);
 }
 
 } // namespace eagle3

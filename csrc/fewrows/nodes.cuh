@@ -42,12 +42,14 @@ __device__ __forceinline__ void load_angles(float (&angle)[kWidth / 32], const A
 template <int kBlock>
 struct Nodes {
   uint8_t path[kBlock][kTile]; // node at each depth
+  unsigned long long bits[kBlock]; // nodes on it
   int last_of[kBlock];         // position of each row of the block
   int slot_of[kTile];          // of the cache, for each node; -1: there is none
   int8_t node_of[kTile];       // of each row of the pass, -1: padding
   int position_of[kTile];      // of RoPE, of each row of the pass
   unsigned long long wanted, present; // nodes on some path of the block; nodes that are rows of the pass
-  uint8_t broken[kTile];       // nodes whose key or value is not finite
+  unsigned long long broken;   // nodes whose key or value is not finite
+  int leader[kParts];          // of a part's rows: the one on whose path the others' lie as far as they go; -1: there is none
   int end;                     // past the last position that a query of the block sees, and past the first node's
 
   // Of those that the block may need, the highest and one.
@@ -70,13 +72,12 @@ struct Nodes {
   __device__ __forceinline__ void read(const Attention &p, const Asked &asked, int64_t line0, int first_row, int rows, int prefix,
                                        const int *pages) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    if (threadIdx.x == 0) wanted = present = 0, end = prefix + 1;
+    if (threadIdx.x == 0) wanted = present = broken = 0, end = prefix + 1;
     __syncthreads();
     if (threadIdx.x < kTile) {
       const unsigned row = prefix + threadIdx.x, page = row / static_cast<unsigned>(p.page);
       const bool inside = page < static_cast<unsigned>(p.columns);
       slot_of[threadIdx.x] = inside ? pages[page] * p.page + static_cast<int>(row - page * p.page) : -1;
-      broken[threadIdx.x] = 0;
       if (static_cast<int>(threadIdx.x) < p.t) {
         const int64_t node = asked.index - prefix; // below zero: padding
         position_of[threadIdx.x] = static_cast<int>(asked.position);
@@ -91,23 +92,38 @@ struct Nodes {
       if (bits >> (lane + 32) & 1ull) path[r][__popcll(bits & ((below << 32) | 0xffffffffull))] = static_cast<uint8_t>(lane + 32);
       if (lane == 0) {
         last_of[r] = prefix + __popcll(bits) - 1;
+        this->bits[r] = bits;
         atomicMax(&end, last_of[r] + 1);
         atomicOr(&wanted, static_cast<unsigned long long>(bits));
       }
     }
     __syncthreads();
   }
+
+  // By a thread a part of the block, rows [first, last), once they are read and before nodes are kept.
+  __device__ __forceinline__ void lead(int part, int first, int last) {
+    int longest = first;
+#pragma unroll 1
+    for (int r = first + 1; r < last; r++)
+      if (last_of[r] > last_of[longest]) longest = r;
+    bool one = true;
+#pragma unroll 1
+    for (int r = first; r < last; r++)
+      if (bits[r]) one &= !((bits[longest] ^ bits[r]) << __clzll(static_cast<long long>(bits[r])));
+    leader[part] = one ? longest : -1;
+  }
 };
 
 // What a warp needs of its first row of keep_nodes and that no kernel before this one writes.
 template <int kWidth>
 struct NodeTurn {
-  float gain[kWidth / 32], angle[kWidth / 32];
+  uint32_t gain[kWidth / 32]; // as they are stored: made numbers before the wait, they would be waited for there
+  float angle[kWidth / 32];
   static __device__ __forceinline__ int first_row() { return (blockDim.x >> 5) - 1 - (threadIdx.x >> 5); } // odd tiles are often empty
   template <int kBlock>
   __device__ __forceinline__ void load(const Attention &p, const Nodes<kBlock> &nodes) {
 #pragma unroll
-    for (int j = 0; j < kWidth / 32; j++) gain[j] = p.k_gain ? __bfloat162float(p.k_gain[j * 32 + (threadIdx.x & 31)]) : 1.f;
+    for (int j = 0; j < kWidth / 32; j++) gain[j] = p.k_gain ? load_half(p.k_gain + j * 32 + (threadIdx.x & 31)) : 0x3f80u;
     load_angles<kWidth>(angle, p, nodes.position_of[min(first_row(), p.t - 1)]);
   }
 };
@@ -123,6 +139,13 @@ __device__ __forceinline__ void keep_nodes(const Attention &p, Nodes<kBlock> &no
   const int lanes = (p.heads + 2 * p.groups) * kWidth, value_lines = p.t * kChunks;
   const bf16 *const keys = p.projected + line0 * lanes + (p.heads + group) * kWidth, *const values = keys + p.groups * kWidth;
   auto value_of = [&](int i) { return load_rows(values + static_cast<int64_t>(i / kChunks) * lanes + i % kChunks * 8); };
+  float gain[kMany];
+#pragma unroll
+  for (int j = 0; j < kMany; j++) {
+    uint32_t raw = own.gain[j];
+    asm volatile("" : "+r"(raw));
+    gain[j] = low(raw);
+  }
   uint4 v = make_uint4(0, 0, 0, 0);
   if (own_line < value_lines) v = value_of(own_line); // beside the keys
 #pragma unroll 1
@@ -141,13 +164,13 @@ __device__ __forceinline__ void keep_nodes(const Attention &p, Nodes<kBlock> &no
     for (int row = first; row < min(first + kTogether * warps, p.t); row += warps) {
       const int node = nodes.node_of[row];
       if (node >= 0) {
-        turn<kWidth, kHalf>(key[0], own.gain, p.k_gain != nullptr, angle[0], p.eps);
+        turn<kWidth, kHalf>(key[0], gain, p.k_gain != nullptr, angle[0], p.eps);
         const int slot = writes ? nodes.slot_of[node] : -1;
         bf16 *const to = p.keys + (static_cast<int64_t>(slot) * p.groups + group) * kWidth + lane;
 #pragma unroll
         for (int j = 0; j < kMany; j++) {
           if (slot >= 0) to[j * 32] = __float2bfloat16(key[0][j]);
-          if (!(fabsf(key[0][j]) < INFINITY)) key[0][j] = 0.f, nodes.broken[node] = 1; // 0 * NaN is NaN: only who sees it may get it
+          if (!(fabsf(key[0][j]) < INFINITY)) key[0][j] = 0.f, atomicOr(&nodes.broken, 1ull << node); // 0 * NaN is NaN: only who sees it may get it
           memory[Layout<kWidth, kBoxed>::key(node0 + node, j * 32 + (lane & ~7)) + (lane & 7)] = __float2bfloat16(key[0][j]);
         }
       }
@@ -165,7 +188,7 @@ __device__ __forceinline__ void keep_nodes(const Attention &p, Nodes<kBlock> &no
     uint32_t *word = reinterpret_cast<uint32_t *>(&v);
 #pragma unroll
     for (int j = 0; j < 4; j++)
-      if (!(fabsf(low(word[j])) < INFINITY) || !(fabsf(high(word[j])) < INFINITY)) word[j] = 0, nodes.broken[node] = 1;
+      if (!(fabsf(low(word[j])) < INFINITY) || !(fabsf(high(word[j])) < INFINITY)) word[j] = 0, atomicOr(&nodes.broken, 1ull << node);
     *reinterpret_cast<uint4 *>(memory + Layout<kWidth, kBoxed>::value(node0 + kTile + node, c)) = v;
   }
 }

@@ -84,6 +84,31 @@ struct Keys {
     for (int j = 0; j < kMany; j++) most = max(most, of[j] < limit ? of[j] : 0);
     return __reduce_max_sync(kAll, most);
   }
+  // The best key and the `count`th best, where so many are not below it; false: it has equals.
+  __device__ __forceinline__ bool best_of(int count, uint32_t &best, uint32_t &least) const {
+    if constexpr (kMany == 4) { // a lane's keys are sorted first, so that a step is a comparison with the first of them
+      const uint32_t a = max(of[0], of[1]), b = min(of[0], of[1]), c = max(of[2], of[3]), d = min(of[2], of[3]);
+      const uint32_t e = min(a, c), f = max(b, d);
+      uint32_t first = max(a, c), second = max(e, f), third = min(e, f), fourth = min(b, d);
+      best = least = __reduce_max_sync(kAll, first);
+      int taken = 0;
+#pragma unroll 1
+      for (int k = 1;; k++) {
+        const bool mine = first == least;
+        taken += __popc(__ballot_sync(kAll, mine));
+        if (mine) first = second, second = third, third = fourth, fourth = 0;
+        if (k == count) break;
+        least = __reduce_max_sync(kAll, first);
+      }
+      const bool more = __any_sync(kAll, first == least);
+      return taken == count && !more;
+    } else {
+      best = least = best_below(0xffffffffu);
+#pragma unroll 1
+      for (int k = 1; k < count; k++) least = best_below(least);
+      return count_from(least) == count;
+    }
+  }
   __device__ __forceinline__ int count_from(uint32_t least) const {
     int count = 0;
 #pragma unroll
@@ -91,6 +116,12 @@ struct Keys {
     return __reduce_add_sync(kAll, count);
   }
 };
+
+// `sortable` in fewer steps, for values that come from products: what is NaN becomes -inf, what is -0 becomes 0.
+__device__ __forceinline__ uint32_t sortable_number(float v) {
+  const int raw = __float_as_int(fmaxf(v, -INFINITY) + 0.f);
+  return static_cast<uint32_t>(raw) ^ (static_cast<uint32_t>(raw >> 31) | 0x80000000u);
+}
 
 // How many bits are set below bit e.
 __device__ __forceinline__ int count_below(const unsigned *bits, int e) {
@@ -109,13 +140,11 @@ __device__ __forceinline__ void choose(const Experts &p, const float (&value)[kM
   const int lane = threadIdx.x & 31;
   Keys<kMany> key;
 #pragma unroll
-  for (int j = 0; j < kMany; j++) key.of[j] = lane * kMany + j < p.experts ? sortable(value[j]) : 0; // NaN too: experts that exist
-  const uint32_t best = key.best_below(0xffffffffu);
-  uint32_t least = best;
-#pragma unroll 1
-  for (int k = 1; k < p.choices; k++) least = key.best_below(least);
+  for (int j = 0; j < kMany; j++) key.of[j] = lane * kMany + j < p.experts ? sortable_number(value[j]) : 0; // NaN too: experts that exist
+  uint32_t best, least;
+  const bool sure = key.best_of(p.choices, best, least);
   unsigned own = 0; // of this lane's neighbours, those that are chosen
-  if (key.count_from(least) == p.choices) {
+  if (sure) {
 #pragma unroll
     for (int j = 0; j < kMany; j++) own |= static_cast<unsigned>(key.of[j] >= least) << j;
   } else { // some are equal: the first ones of the last value
