@@ -294,26 +294,25 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   // the block's partials, a warp a vector at a time
   const int column = lane * kMany;
   auto lines = [&](int v) { return Lines<kWidth>(p, group, parts * kVectors, v); };
-  const int many = parts * kWarps; // warps: two vectors each are all
-  if (some && warp < vectors) {
+  auto hand_on = [&](auto each) {
+    constexpr int kEach = decltype(each)::value;
     const bool sides[2] = {first_of(rank, 0) * kTile < end, first_of(rank, 1) * kTile < end}; // that have folded a tile
-    Partials<kWidth, kWarps> partials[2]; // all loads of both are on their way at once
-    float of_all[2][2];
-    Sum y[2];
-    auto live = [&](int i) { return [&, i](int w) { return sides[w / kSlices] && warp + i * many < vectors; }; };
+    auto live = [&](int w) { return sides[w / kSlices]; };
+    Partials<kWidth, kWarps> partials[kEach]; // all loads are on their way at once
+    float of_all[kEach][2];
+    Sum y[kEach];
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int v = warp + i * many, at = v / kVectors * kWarps * kVectors + v % kVectors; // of its part's first warp
+    for (int i = 0; i < kEach; i++) {
+      const int v = warp + i * parts * kWarps, at = v / kVectors * kWarps * kVectors + v % kVectors; // of its part's first warp
       const float *const from = result + sum_at<kWidth>(at, column & ~7) + (column & 7); // those of a warp are a multiple of 8 vectors
-      partials[i].load(live(i), [&](int w) { return stats_of[at + w * kVectors]; },
+      partials[i].load(live, [&](int w) { return stats_of[at + w * kVectors]; },
                        [&](int w) { return *reinterpret_cast<const Sum *>(from + w * kVectors * kWidth); });
     }
 #pragma unroll
-    for (int i = 0; i < 2; i++) y[i] = partials[i].merged(of_all[i][0], of_all[i][1], live(i));
+    for (int i = 0; i < kEach; i++) y[i] = partials[i].merged(of_all[i][0], of_all[i][1], live);
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int v = warp + i * many;
-      if (v >= vectors) break;
+    for (int i = 0; i < kEach; i++) {
+      const int v = warp + i * parts * kWarps;
       if (!kOne) {
         lines(v).hand_over(rank, y[i], of_all[i][0], of_all[i][1]);
         continue;
@@ -322,7 +321,11 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
       send(sent + to * kWidth + column, &inbox, v % kUsed, y[i].v);
       if (lane == 0) send(sent_stats + to * 2, &inbox, v % kUsed, of_all[i]);
     }
-  }
+  };
+  if (some && warp + parts * kWarps < vectors)
+    hand_on(std::integral_constant<int, 2>{}); // no warp has more
+  else if (some && warp < vectors)
+    hand_on(std::integral_constant<int, 1>{});
   // what this rank merges: of the cluster, or of all ranks
   const int v = kOne ? rank + kUsed * warp : kDealt - 1 - rank + kMergers * (warp / kQuarters);
   if (v >= vectors || !(kOne || merges)) return;

@@ -54,6 +54,17 @@ __device__ __forceinline__ float sum_of_rows(float (&v)[kRows]) {
   v[0] += __shfl_xor_sync(kAll, v[0], 2);
   return v[0] + __shfl_xor_sync(kAll, v[0], 1);
 }
+// The same of the first `live` rows, kept at their numbers: of one row alone in fewer steps.
+__device__ __forceinline__ void keep_sums(float (&v)[kRows], int live, float *to) {
+  const int lane = threadIdx.x & 31;
+  if (live == 1) {
+    const float total = warp_sum(v[0]);
+    if (lane == 0) to[0] = total;
+  } else {
+    const float total = sum_of_rows(v);
+    if ((lane & 3) == 0) to[lane >> 2] = total;
+  }
+}
 
 // A block's rows as B operands: the first group in registers where they have room for it, others in shared memory. A single
 // staged group stays there, which leaves registers to the weights; of several groups the first one's last kAside pieces do too.
@@ -139,6 +150,7 @@ struct Operand {
         const bf16 *from = x + static_cast<size_t>(begin_of) * stride + chunk * 8;
 #pragma unroll
         for (int half = 0; half < kRows; half += kRows / 2) { // as many as there are registers for
+          if (half && half >= live) break;
           uint4 v[kRows / 2];
 #pragma unroll
           for (int r = 0; r < kRows / 2; r++)
@@ -146,12 +158,13 @@ struct Operand {
           if (!group && !k && !half) beside();
           if (group && !k && !half) __syncthreads(); // the group before is in registers
 #pragma unroll
-          for (int r = 0; r < kRows / 2; r++)
-            if (half + r < live) shared[(half + r) * kPitch + chunk] = gained(v[r], gains.of[k], sum[half + r]);
+          for (int r = 0; r < kRows / 2; r++) {
+            if (half + r >= live) break;
+            shared[(half + r) * kPitch + chunk] = gained(v[r], gains.of[k], sum[half + r]);
+          }
         }
       }
-      const float total = sum_of_rows(sum);
-      if ((lane & 3) == 0) squares[group][threadIdx.x >> 5][lane >> 2] = total;
+      keep_sums(sum, rows - begin_of, squares[group][threadIdx.x >> 5]);
       __syncthreads();
       if (group || kGroups == 1) continue;
 #pragma unroll
@@ -171,13 +184,14 @@ struct Operand {
   __device__ __forceinline__ void keep(const Asked &asked, int begin, int rows, const uint4 &gain, float (*squares)[kRows]) {
     float sum[kRows];
 #pragma unroll
+    for (int r = 0; r < kRows; r++) sum[r] = 0.f;
+#pragma unroll
     for (int r = 0; r < kRows; r++) {
-      sum[r] = 0.f;
-      if (begin + r < rows) shared[r * kPitch + threadIdx.x] = gained(asked.of[r], gain, sum[r]);
+      if (begin + r >= rows) break;
+      shared[r * kPitch + threadIdx.x] = gained(asked.of[r], gain, sum[r]);
     }
-    const float total = sum_of_rows(sum);
+    keep_sums(sum, rows - begin, squares[threadIdx.x >> 5]);
     const int lane = threadIdx.x & 31;
-    if ((lane & 3) == 0) squares[threadIdx.x >> 5][lane >> 2] = total;
     __syncthreads();
     if (lane >> 2 >= rows - begin) more = shared + (more - shared) % kPitch; // the first row's
   }
