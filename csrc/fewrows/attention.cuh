@@ -158,6 +158,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
         *reinterpret_cast<Sum *>(sent + from * kWidth + lane * kMany) = Sum{};
         if (lane == 0) *reinterpret_cast<float2 *>(sent_stats + from * 2) = make_float2(-INFINITY, 0.f);
       }
+    __syncwarp(); // all lanes read them, in a block without a tile behind no other barrier
   }
   const int lanes = (p.heads + 2 * p.groups) * kWidth;
   const bool some = kOne ? live_ranks >> rank & 1 : has(rank), folds = start * kTile < end; // whether this block has a tile, and this side
