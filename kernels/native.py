@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from . import head, linear, native_latent, native_packed, native_routing
+from .native_routing import MOST_EXPERTS
 from .routing import Routing
 from .structs import filled, structure
 
@@ -31,7 +32,7 @@ HIDDEN, WIDTHS = (
     (64, 96, 128, 192, 256, 384, 512, 768, 1024),
 )  # of an expert block (experts.cuh)
 HEADS = (256, 512, 1024, 2048, 2880, 4096, 7168)  # columns of an output head (head.cuh)
-MOST_EXPERTS, MOST_CHOICES, HELD = 512, 8, 16  # held: rows of a block of them, at most
+MOST_CHOICES, HELD = 8, 16  # held: rows of a block of them, at most
 SHARES = (1, 2, 4, 8)  # query heads a key head serves (attention.cuh)
 TILE, RANKS = 64, (6, 8)  # positions of a tile; blocks of a cluster, each of which has two tiles
 # positions of the longest page tables that one such cluster serves, the faster: unwritten rows may reach a tile more
@@ -139,7 +140,7 @@ class Library:
         # merge.cuh: what ranks hand over, zero but while a launch is under way
         self.handed = torch.zeros(HANDED * DEALT * (128 + 4), dtype=torch.float32, device=device)
         tiles = native_routing.MOST_TILES  # router.cuh: likewise, and who has arrived
-        self.scores = torch.zeros(tiles * 8, native_routing.MOST_EXPERTS, dtype=torch.int64, device=device)
+        self.scores = torch.zeros(tiles * 8, MOST_EXPERTS, dtype=torch.int64, device=device)
         self.routes = torch.ones(tiles, dtype=torch.int32, device=device)
         self.routed = torch.zeros(tiles, dtype=torch.int32, device=device)
 

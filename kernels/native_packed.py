@@ -9,12 +9,13 @@ import torch
 from . import experts_int4 as int4
 from . import experts_mxfp4 as mxfp4
 from . import moe, native_routing
+from .native_routing import MOST_EXPERTS
 from .structs import filled, structure
 from .tile import groups
 
 HIDDEN, WIDTHS = (256, 512, 2048, 4096, 7168), (256, 512, 768, 1024, 1536, 2048)  # of int4.cuh
 FP4_HIDDEN = (256, 320, 2880)  # of fp4.cuh, whose widths are whole groups
-MOST_CHOICES, MOST_EXPERTS, CHOSEN = 8, 512, 64
+MOST_CHOICES, CHOSEN = 8, 64
 SHARED = (256, 512)  # of a shared expert that int4.cuh adds
 
 Int4Experts = structure(

@@ -58,7 +58,7 @@ def test_every_struct_is_compared():
 
 SIZES = {  # of csrc and of the Python that sizes buffers by them or keeps other sizes from its kernels
     "kAbiVersion": native.ABI,
-    "kExperts": native.MOST_EXPERTS,
+    "kMostExperts": native_routing.MOST_EXPERTS,
     "kChoices": native.MOST_CHOICES,
     "kTile": native.TILE,
     "kFewer": native.RANKS[0],
@@ -66,10 +66,8 @@ SIZES = {  # of csrc and of the Python that sizes buffers by them or keeps other
     "kVectors": native.VECTORS,
     "kDealt": native.DEALT,
     "kHanded": native.HANDED,
-    "kGroupExperts": native_packed.MOST_EXPERTS,
     "kGroupChoices": native_packed.MOST_CHOICES,
     "kGroupChosen": native_packed.CHOSEN,
-    "kRouted": native_routing.MOST_EXPERTS,
     "kRouterChoices": native_routing.MOST_CHOICES,
     "kPlain": native_latent.PLAIN,
     "kTurned": native_latent.TURNED,

@@ -7,14 +7,13 @@ namespace eagle3 {
 
 constexpr int kGroupChosen = 64;     // experts of a group of rows, at most: 8 rows of 8 choices
 constexpr int kGroupChoices = 8;     // of a row, at most
-constexpr int kGroupExperts = 512;   // of a layer, at most
 
 // What a group of rows chose: its experts in ascending order; of each, which rows (a bit each).
 struct GroupChoice {
   uint8_t rank[kGroupChosen][kRows]; // of an expert among those of a row that chose it
   int list[kGroupChosen], id[kGroupChosen], count;
   unsigned rows[kGroupChosen];
-  alignas(16) unsigned bits[kGroupExperts / 32];
+  alignas(16) unsigned bits[kMostExperts / 32];
   float weight[kRows][kGroupChoices]; // of a row's own, in ascending order of the experts
   uint8_t place[kRows][kGroupChoices], owns[kRows]; // their places in `list`; how many they are
 
@@ -23,7 +22,7 @@ struct GroupChoice {
   __device__ __forceinline__ void clear() {
     for (int i = threadIdx.x; i < kGroupChosen; i += kThreads) {
       rows[i] = 0;
-      if (i < kGroupExperts / 32) bits[i] = 0;
+      if (i < kMostExperts / 32) bits[i] = 0;
     }
   }
   // Pair i of the group is expert e, -1 for none.
@@ -80,7 +79,7 @@ __device__ __forceinline__ int list_chosen(const P &p, const OwnPairs<kThreads> 
     if (row < 0) continue;
     int place = 0, all = 0;
 #pragma unroll
-    for (int word = 0; word < kGroupExperts / 32; word++) {
+    for (int word = 0; word < kMostExperts / 32; word++) {
       const unsigned bits = c.bits[word];
       all += __popc(bits);
       if (word <= e / 32) place += __popc(word < e / 32 ? bits : bits & ((1u << (e & 31)) - 1));

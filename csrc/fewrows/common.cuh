@@ -16,6 +16,7 @@ namespace eagle3 {
 
 using bf16 = __nv_bfloat16;
 
+constexpr int kMostExperts = 512; // of a layer
 constexpr int kRows = 8;     // rows of a group: the N of an mma
 constexpr int kPiece = 32;   // columns of a piece: two mma of 16
 constexpr int kOutputs = 16; // weight rows of a tile: the M of an mma

@@ -1,4 +1,4 @@
-// How attention.cuh deals positions: tiles of 64, pairs of tiles (2 r, 2 r + 1) to ranks r in turn: the 8 blocks of a cluster in short
+// How attend.cuh deals positions: tiles of 64, pairs of tiles (2 r, 2 r + 1) to ranks r in turn: the 8 blocks of a cluster in short
 // tables, which end with the last of them; 32 blocks in long ones, which begin anew after them.
 #pragma once
 

@@ -233,10 +233,10 @@ inline cudaError_t experts_of(const Experts &p, int multiprocessors, cudaStream_
 }
 
 inline cudaError_t experts(const Experts &p, int multiprocessors, cudaStream_t stream) {
-  if (p.experts > kExperts || p.choices > kChoices || p.choices > p.experts) return cudaErrorInvalidValue;
+  if (p.experts > kMostExperts || p.choices > kChoices || p.choices > p.experts) return cudaErrorInvalidValue;
   const bool narrow = p.rows <= kRows;
   if (p.experts <= 128) return narrow ? experts_of<1, 4>(p, multiprocessors, stream) : experts_of<2, 4>(p, multiprocessors, stream);
-  return narrow ? experts_of<1, kExperts / 32>(p, multiprocessors, stream) : experts_of<2, kExperts / 32>(p, multiprocessors, stream);
+  return narrow ? experts_of<1, kMostExperts / 32>(p, multiprocessors, stream) : experts_of<2, kMostExperts / 32>(p, multiprocessors, stream);
 }
 
 } // namespace eagle3

@@ -1,4 +1,4 @@
-// What attention.cuh does with one warp's vectors and positions: norm and RoPE, scores, a running softmax, sums of values.
+// What attend.cuh does with one warp's vectors and positions: norm and RoPE, scores, a running softmax, sums of values.
 //
 // Rows of keys and values lie in shared memory without padding; 16-byte chunks of a row change places by the row's number, so
 // that what a warp reads at a time lies on different banks.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "down_tiles.cuh"
+#include "packed_down_spread.cuh"
 #include "packed_tiles.cuh"
 
 namespace eagle3 {

@@ -1,4 +1,4 @@
-// The last steps of attention.cuh: in long tables ranks hand their sums of a vector to a few that merge them; what a query saw in all
+// The last steps of attend.cuh: in long tables ranks hand their sums of a vector to a few that merge them; what a query saw in all
 // goes to the output.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What attention.cuh is called with, and the nodes past the prefix: rows of this pass and those that an earlier pass over the same
+// What attend.cuh is called with, and the nodes past the prefix: rows of this pass and those that an earlier pass over the same
 // tree left in the cache.
 #pragma once
 

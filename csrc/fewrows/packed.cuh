@@ -193,7 +193,7 @@ __device__ __forceinline__ size_t hidden_row(const P &p, int u, int r) {
 
 template <class P>
 inline bool packed_serves(const P &p) {
-  return p.choices <= kGroupChoices && p.choices <= p.experts && p.experts <= kGroupExperts && p.width % kGroup == 0;
+  return p.choices <= kGroupChoices && p.choices <= p.experts && p.experts <= kMostExperts && p.width % kGroup == 0;
 }
 
 } // namespace eagle3

@@ -93,7 +93,7 @@ struct InnerRouter {
     const int i = threadIdx.x >> 3, row = threadIdx.x & 7;
     if (row >= live || i >= tiles.rows(r, tile)) return;
     if (tile < tiles.routing)
-      store_packet(r.packets + row * kRouted + tile * tiles.each + i, score_of(r, factor, sums.sum(threadIdx.x), bias), tag);
+      store_packet(r.packets + row * kMostExperts + tile * tiles.each + i, score_of(r, factor, sums.sum(threadIdx.x), bias), tag);
     else if (i % 2 == 0)
       r.hidden[row * r.width + (tile - tiles.routing) * 4 + i / 2] = unit_of(factor, sums.sum(threadIdx.x), sums.sum(threadIdx.x + 8));
   }

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, 1) route(Router p) {
   extern __shared__ uint4 route_memory[]; // rows, then their scores
   __shared__ TileSums<kWarps> red[2];
   __shared__ float squares[kWarps][kRows];
-  __shared__ float correction[kRouted];
+  __shared__ float correction[kMostExperts];
   __shared__ bool last;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int live = min(kRows, p.rows - static_cast<int>(blockIdx.y) * kRows);
@@ -63,9 +63,9 @@ __global__ void __launch_bounds__(kThreads, 1) route(Router p) {
   };
   // asked for first: what is asked for behind the weights comes behind them
   Rows rows(route_memory, squares, p.gamma);
-  float own_correction[(kRouted + kThreads - 1) / kThreads], bias = bias_of(a);
+  float own_correction[(kMostExperts + kThreads - 1) / kThreads], bias = bias_of(a);
 #pragma unroll
-  for (int k = 0; k < (kRouted + kThreads - 1) / kThreads; k++) {
+  for (int k = 0; k < (kMostExperts + kThreads - 1) / kThreads; k++) {
     const int e = threadIdx.x + k * kThreads;
     own_correction[k] = p.correction && e < p.experts ? p.correction[e] : 0.f;
   }
@@ -76,8 +76,8 @@ __global__ void __launch_bounds__(kThreads, 1) route(Router p) {
   const unsigned tag = load_int(reinterpret_cast<const int *>(p.launches + blockIdx.y));
   rows.stage(p.x + static_cast<size_t>(blockIdx.y) * kRows * p.columns, p.columns, live);
 #pragma unroll
-  for (int k = 0; k < (kRouted + kThreads - 1) / kThreads; k++)
-    if (threadIdx.x + k * kThreads < kRouted) correction[threadIdx.x + k * kThreads] = own_correction[k];
+  for (int k = 0; k < (kMostExperts + kThreads - 1) / kThreads; k++)
+    if (threadIdx.x + k * kThreads < kMostExperts) correction[threadIdx.x + k * kThreads] = own_correction[k];
   float scale = 1.f;
 #pragma unroll 1
   for (int tile = 0; tile < tiles; tile++) {
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kThreads, 1) route(Router p) {
     if (i < shares.gated)
       p.hidden[static_cast<size_t>(row) * p.width + shares.unit + i / 2] = unit_of(scale, own, sums.sum(threadIdx.x + 8));
     else
-      store_packet(p.packets + static_cast<size_t>(row) * kRouted + shares.expert + i - shares.gated, score_of(p, scale, own, tile ? bias_of(i) : bias), tag);
+      store_packet(p.packets + static_cast<size_t>(row) * kMostExperts + shares.expert + i - shares.gated, score_of(p, scale, own, tile ? bias_of(i) : bias), tag);
   }
   const int writers = max(static_cast<int>(gridDim.x) - 1, 1); // of normed rows: all blocks but the one that most often chooses
   if (warp >= 2 && static_cast<int>(blockIdx.x) < writers)
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kThreads, 1) route(Router p) {
     for (int i = writers * (threadIdx.x - 64) + blockIdx.x; p.gamma && p.normed && i < live * kChunks; i += writers * (kThreads - 64))
       write_normed(p, static_cast<size_t>(blockIdx.y) * kRows * p.columns + static_cast<size_t>(i) * 8, i % kChunks * 8, rows.factor(i / kChunks, p.columns, p.eps));
   if (!chooses(p, last)) return;
-  using Scores = RowScores<kRouted, kRows>;
+  using Scores = RowScores<kMostExperts, kRows>;
   Scores &scores = *reinterpret_cast<Scores *>(route_memory); // the rows are read
 #pragma unroll 1
   for (int real = gridDim.y > 1; real < 2; real++) { // rehearsed while the others' scores are on their way
@@ -127,12 +127,12 @@ inline cudaError_t launch_route(const Router &p, int blocks, cudaStream_t stream
   constexpr int kThreads = route_threads(kColumns), kPieces = kColumns / kThreads;
   static_assert(kPieces * kThreads == kColumns, "slices are whole pieces");
   const size_t rows = StagedRows<kThreads, kPieces>::bytes(p.rows);
-  const size_t shared = rows > sizeof(RowScores<kRouted, kRows>) ? rows : sizeof(RowScores<kRouted, kRows>);
+  const size_t shared = rows > sizeof(RowScores<kMostExperts, kRows>) ? rows : sizeof(RowScores<kMostExperts, kRows>);
   return launch(route<kThreads, kPieces>, route_grid(p, blocks), kThreads, shared, stream, 1, p);
 }
 
 inline cudaError_t routed(const Router &p, int blocks, cudaStream_t stream) {
-  if (p.experts > kRouted || p.choices > kRouterChoices || p.choices > p.experts || p.groups > 32) return cudaErrorInvalidValue;
+  if (p.experts > kMostExperts || p.choices > kRouterChoices || p.choices > p.experts || p.groups > 32) return cudaErrorInvalidValue;
   switch (p.columns) {
   case 256: return launch_route<256>(p, blocks, stream);
   case 512: return launch_route<512>(p, blocks, stream);

@@ -5,7 +5,6 @@
 
 namespace eagle3 {
 
-constexpr int kRouted = 512;      // experts at most
 constexpr int kRouterChoices = 32; // of a row, at most
 
 enum Score { kSoftmax, kSigmoid, kLogits }; // as kernels.routing.SCORES
@@ -19,7 +18,7 @@ struct Router {
   const bf16 *shared;      // [2 * width, columns], gates first, or null
   bf16 *normed;            // [rows, columns] where there is a gamma, or null
   bf16 *hidden;            // [rows, width] of the shared expert, or null
-  uint64_t *packets;       // [groups of rows * 8, kRouted] scores
+  uint64_t *packets;       // [groups of rows * 8, kMostExperts] scores
   unsigned *launches;      // [groups of rows] number of each group's next launch; one before the first
   unsigned *arrivals;      // [groups of rows], zero between passes
   int64_t *ids;            // [rows, choices]
@@ -130,8 +129,8 @@ struct Candidates {
 template <int kThreads, int kExperts, int kHeld>
 __device__ __forceinline__ void await_scores(const Router &p, RowScores<kExperts, kHeld> &s, const float *correction, int live, unsigned tag) {
   constexpr int kPairs = kExperts / 2;
-  const uint64_t *const packets = p.packets + static_cast<size_t>(blockIdx.y) * kRows * kRouted;
-  auto place = [&](int i) { return packets + i / kPairs * kRouted + i % kPairs * 2; }; // not further than the group's rows reach
+  const uint64_t *const packets = p.packets + static_cast<size_t>(blockIdx.y) * kRows * kMostExperts;
+  auto place = [&](int i) { return packets + i / kPairs * kMostExperts + i % kPairs * 2; }; // not further than the group's rows reach
   Packets v = load_packets(place(min(static_cast<int>(threadIdx.x), kRows * kPairs - 1)));
 #pragma unroll 1
   for (int i = threadIdx.x; i < live * kPairs; i += kThreads) {
@@ -195,11 +194,11 @@ __device__ __forceinline__ Chosen choose_row(const Router &p, RowScores<kExperts
   return {real && !rehearsed ? id : -1, own * p.scale};
 }
 
-__device__ __forceinline__ Chosen choose_row(const Router &p, RowScores<kRouted, kRows> &s, const float *correction, int row, bool rehearsed) {
+__device__ __forceinline__ Chosen choose_row(const Router &p, RowScores<kMostExperts, kRows> &s, const float *correction, int row, bool rehearsed) {
   if (p.experts <= 128) return choose_row<4>(p, s, correction, row, rehearsed);
   if (p.experts <= 256) return choose_row<8>(p, s, correction, row, rehearsed);
   if (p.experts <= 384) return choose_row<12>(p, s, correction, row, rehearsed);
-  return choose_row<kRouted / 32>(p, s, correction, row, rehearsed);
+  return choose_row<kMostExperts / 32>(p, s, correction, row, rehearsed);
 }
 
 } // namespace eagle3

@@ -5,9 +5,8 @@
 
 namespace eagle3 {
 
-constexpr int kExperts = 512; // at most
 constexpr int kChoices = 8;   // of a row, at most
-constexpr int kPackets = 16 * kExperts;
+constexpr int kPackets = 16 * kMostExperts;
 
 struct Experts {
   const bf16 *x;        // [rows, columns] residual stream

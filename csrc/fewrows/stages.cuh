@@ -1,4 +1,4 @@
-// Shared memory of attention.cuh.
+// Shared memory of attend.cuh.
 #pragma once
 
 #include "common.cuh"
