@@ -110,6 +110,29 @@ struct NothingBeside {
   __device__ __forceinline__ float sum(int, int) const { return 0.f; }
 };
 
+// Products of span q of the block's outputs, in `half` by eights, with b(eight) of the rows, on top of those of eights above and below.
+template <class F, bool kLarge, int kHalves, int kSpans, int kTiles, class Rows>
+__device__ __forceinline__ void multiply_halves(float4 (&c)[kTiles], float4 (&odd)[kTiles], const Slot<F, kSpans> (&half)[kHalves], int q, Rows b) {
+#pragma unroll
+  for (int h = 0; h < kHalves; h += 2) {
+    const bool both = h + 1 < kHalves;
+    multiply_words<F, kLarge>(c[h / 2], odd[h / 2], half[h].words[q], half[h].scale(q), both ? &half[both ? h + 1 : h].words[q] : nullptr,
+                              both ? half[both ? h + 1 : h].scale(q) : 0, b);
+  }
+}
+
+// What row r's experts make together, of(k) being what its k-th one does.
+template <class Of>
+__device__ __forceinline__ float weighted_sum(const GroupChoice &choice, int r, Of of) {
+  float total = 0.f;
+#pragma unroll
+  for (int k = 0; k < kGroupChoices; k++) {
+    if (k >= choice.owns[r]) break;
+    total = fmaf(choice.weight[r][k], of(k), total);
+  }
+  return total;
+}
+
 // Behind the wait: the kernel whose blocks read this number (packed_route.cuh) is done. launches: null where there was none.
 __device__ __forceinline__ void count_launch(unsigned *launches) {
   if (launches && blockIdx.x == 0 && threadIdx.x == 0) ++*launches;
@@ -193,13 +216,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_down(P p, unsig
     auto multiply_all = [&](auto large) {
 #pragma unroll
       for (int q = 0; q < kSpans; q++) {
-#pragma unroll
-        for (int h = 0; h < kHalves; h += 2) {
-          const bool both = h + 1 < kHalves;
-          multiply_words<F, decltype(large)::value>(c[h / 2], odd[h / 2], half[d][h].words[q], half[d][h].scale(q),
-                                                    both ? &half[d][both ? h + 1 : h].words[q] : nullptr, both ? half[d][both ? h + 1 : h].scale(q) : 0,
-                                                    [&](int eight) { return b[q * 4 + eight]; });
-        }
+        multiply_halves<F, decltype(large)::value>(c, odd, half[d], q, [&](int eight) { return b[q * 4 + eight]; });
         rows(now, q); // before the codes that are needed later: loads come in the order in which they were asked for
       }
     };
@@ -228,17 +245,14 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_down(P p, unsig
   }
   __syncthreads();
   if (!owner) return;
-  float total = 0.f;
-#pragma unroll
-  for (int k = 0; k < kGroupChoices; k++) {
-    if (k >= choice.owns[r]) break;
+  const float total = weighted_sum(choice, r, [&](int k) {
     float sum = 0.f;
 #pragma unroll 4
     for (int part = 0; part < parts.parts; part++) sum += sums[((part * p.choices + k) * kOwn + o) * kRows + r];
     if constexpr (F::kBias)
       if (p.down_bias) sum += __bfloat162float(biases[choice.place[r][k]][o]);
-    total = fmaf(choice.weight[r][k], sum, total);
-  }
+    return sum;
+  });
   p.y[to] = __float2bfloat16(total + beside.sum(o, r) + carried);
 }
 

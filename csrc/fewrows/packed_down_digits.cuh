@@ -98,12 +98,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_down_digits(P p
   }
   __syncthreads();
   if (!owner) return;
-  float total = 0.f;
-#pragma unroll
-  for (int k = 0; k < kGroupChoices; k++) {
-    if (k >= choice.owns[r]) break;
-    total = fmaf(choice.weight[r][k], sums[(k * kOwn + o) * kRows + r], total);
-  }
+  const float total = weighted_sum(choice, r, [&](int k) { return sums[(k * kOwn + o) * kRows + r]; });
   p.y[to] = __float2bfloat16(total + beside.sum(o, r) + carried);
 }
 

@@ -66,13 +66,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) packed_down_spread(P p) {
     auto multiply_all = [&](auto large) {
 #pragma unroll
       for (int q = 0; q < kSpans; q++) {
-#pragma unroll
-        for (int h = 0; h < kHalves; h += 2) {
-          const bool both = h + 1 < kHalves;
-          multiply_words<F, decltype(large)::value>(c[h / 2], odd[h / 2], half[d][h].words[q], half[d][h].scale(q),
-                                                    both ? &half[d][both ? h + 1 : h].words[q] : nullptr, both ? half[d][both ? h + 1 : h].scale(q) : 0,
-                                                    [&](int eight) { return b[q * 4 + eight]; });
-        }
+        multiply_halves<F, decltype(large)::value>(c, odd, half[d], q, [&](int eight) { return b[q * 4 + eight]; });
         if (u + 1 < count) rows(u + 1, q); // before the codes that are needed later: loads come in the order in which they were asked for
       }
     };

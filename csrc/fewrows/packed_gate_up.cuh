@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_gate_up(P p, Ro
       const float value = fmaf(factors[r], red[d][turn].sum(), 0.f); // never minus zero
       const float unit = F::activation(value, __shfl_xor_sync(kAll, value, 2));
       const float next = __shfl_xor_sync(kAll, unit, 16); // four units further
-      bf16 *const to = p.hidden + hidden_row(p, Rows::fresh(now.u), r) + hidden_place<F>(Rows::fresh(now.tile) * 8);
+      bf16 *const to = p.hidden + hidden_row(p, eagle3::held(now.u), r) + hidden_place<F>(eagle3::held(now.tile) * 8);
       if (lane < 16 && (lane & 3) == 0) *reinterpret_cast<uint32_t *>(to + lane / 2) = pack(unit, next);
     }
     now.next(held);

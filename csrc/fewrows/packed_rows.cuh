@@ -73,10 +73,6 @@ struct GainedRows {
   }
   // Where the row of this lane's sums begins; rows that do not exist: the first.
   static __device__ __forceinline__ int of_lane(int live) { return lane_row(live) * kPitch; }
-  static __device__ __forceinline__ int fresh(int at) {
-    asm volatile("" : "+r"(at));
-    return at;
-  }
   // What sums of row r are still to be multiplied by.
   __device__ __forceinline__ float factor(int r, float eps) const {
     if (!normed) return 1.f;
