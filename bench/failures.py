@@ -73,8 +73,8 @@ def doomed(o, when: str, stamp: str) -> None:
 
     victim = launched()[0] == VICTIM
     progress = (lambda done, total: 2 * done > total and die()) if victim and when == "load" else None
-    how = {"tp": o.tp, "device": o.device, "capture_layers": o.capture_layers}
-    engine = Engine.load(o.target, o.draft, max_batch=1, progress=progress, **how)
+    given = {name: getattr(o, name) for name in ("tp", "device", "capture_layers")}
+    engine = Engine.load(o.target, o.draft, max_batch=1, progress=progress, **given)
     if victim and when == "capture":
         engine.parts.target = Deadly(engine.parts.target, die)
     engine.prepare(DEFAULT_SHAPE)

@@ -66,9 +66,8 @@ def decoded(o, runs: list[tuple[int, str]]) -> list[dict]:
 def decoded_once(o, size: int, dtype: str) -> dict:
     """On a rank: {(shape, temperature): (ids, logits of every emitted position at temperature 0 [n, V])}."""
     ranks = command.parallel(o) | {"tp": size} if size > 1 else {}
-    pair = {"random": o.random, "layers": o.layers, "device": o.device, "dtype": dtype}
-    pair["capture_layers"] = o.capture_layers
-    engine = Engine.load(o.target, o.draft, prefix_cache=False, max_batch=1, **pair, **ranks)
+    given = {name: getattr(o, name) for name in ("random", "layers", "device", "capture_layers")}
+    engine = Engine.load(o.target, o.draft, prefix_cache=False, max_batch=1, dtype=dtype, **given, **ranks)
     if engine.parts.device.type == "cpu":
         torch.set_num_threads(1)
     prompt, found = texts(o, engine, o.context), {}

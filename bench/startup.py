@@ -101,9 +101,9 @@ def write(o, folder: Path) -> int:
 
 def loaded(o, folder: str) -> dict:
     """On a rank: what its load took."""
-    how = {"device": o.device, "dtype": o.dtype or "bfloat16", "graphs": o.graphs, "max_batch": 1, "max_context": 1024}
-    how["capture_layers"] = o.capture_layers
-    engine = Engine.load(folder, o.draft, **how, **command.parallel(o))
+    given = {name: getattr(o, name) for name in ("device", "graphs", "capture_layers")}
+    how = {"dtype": o.dtype or "bfloat16", "max_batch": 1, "max_context": 1024}
+    engine = Engine.load(folder, o.draft, **given, **how, **command.parallel(o))
     shapes = SHAPES if engine.drafter is not None else (PLAIN,)
     for shape in shapes:
         engine.prepare(shape)

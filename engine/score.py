@@ -33,7 +33,7 @@ def score(target, cache, ids, pages, chunk, device):
         piece = tokens[:, at : at + chunk]
         prefix = torch.full((1,), at, dtype=torch.int64, device=device)
         hidden, aux = target.forward(Batch.causal(piece, prefix, table), cache)
-        captured.append(side_by_side(aux, hidden).clone())
+        captured.append(side_by_side(aux, hidden))
         following = tokens[0, at + 1 : at + 1 + len(hidden)]
         for low in range(0, len(following), ROWS):
             after = following[low : low + ROWS]

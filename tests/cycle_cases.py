@@ -75,10 +75,8 @@ def record(dtype, device):
         rows = b * t
         kept = torch.zeros(b, t, dtype=torch.int64, device=device), torch.zeros(b, t, device=device)
         given = make.ints(list(range(rows)))[:, None], make.floats(rows, dtype=torch.float32)
-        aux, kept_aux = (
-            [make.floats(rows, d) for _ in range(parts)],
-            torch.zeros(b, t, parts * d, dtype=dtype, device=device),
-        )
+        aux = [make.floats(rows, d) for _ in range(parts)]
+        kept_aux = torch.zeros(b, t, parts * d, dtype=dtype, device=device)
         yield f"{b}x{t}x{parts}x{d}", (*given, aux, *kept, kept_aux)
 
 
@@ -252,10 +250,8 @@ def commit(dtype, device):
         pages = make.pages(2, -(-90 // page))
         slots = (int(pages.max()) + 1) * page
         storage = make.floats(2, 2, slots, 2, 20)
-        yield (
-            f"page{page}",
-            (storage, pages, make.ints([3, 9]) + make.ints(lens), make.ints(path), make.ints(lens), page),
-        )
+        accepted = make.ints(lens)
+        yield f"page{page}", (storage, pages, make.ints([3, 9]) + accepted, make.ints(path), accepted, page)
 
 
 def publish(dtype, device):
