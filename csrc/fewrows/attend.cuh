@@ -30,10 +30,8 @@ template <int kWidth, int kShare, int kHalf, int kMost, int kUsed, class Maps>
 __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attention p, const __grid_constant__ Maps maps, int first) {
   constexpr int kBlock = kVectors / kShare, kMany = kWidth / 32, kChunks = kWidth / 8; // kBlock: rows of a part
   constexpr bool kOne = std::is_same_v<Maps, NoBoxes>; // a short table
-  // Where the first projection's blocks end, those behind this kernel ask for weights: of models with such heads, whose projections
-  // leave no room before, and of one row, whose attention is shorter than those weights take. Of more rows it costs more than it gains.
-  const bool at_once = kOne && (kWidth == 64 || (p.t == 1 && gridDim.z == 1));
-  if (at_once) launch_dependents();
+  // Where the first projection's blocks end, those behind this kernel begin to ask for weights, a little at a time.
+  if (kOne) launch_dependents();
   using P = Stages<kWidth, kMost, kUsed, kOne>;
   constexpr int kDepth = P::kDepth, kSide = kSlices * 32; // tiles of a side in flight; its threads in a part
   using Sum = Columns<kWidth>;
@@ -202,7 +200,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   for (int i = 0; i < kMany; i++) // ones where there are none
     gain[i] = load_gains(p.q_gain, i * 32 + (lane & 3) * 8);
   wait_for_predecessor();
-  if (!at_once) launch_dependents();
+  if (!kOne) launch_dependents();
 #pragma unroll
   for (int i = 0; i < kMany; i++) q[i] = turns && turned_row < rows ? load_rows(from + i * 32) : make_uint4(0, 0, 0, 0);
   if (kOne) cluster_wait(); // others may be sent to: asked while the queries are on their way, it costs nothing

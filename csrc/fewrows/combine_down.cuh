@@ -20,6 +20,8 @@ struct DownRing {
   static constexpr int kFit = 104 * 1024 / kSlotBytes, kSlots = kFit > 8 ? 8 : kFit; // of the carve-out's 132 KB
   static_assert(kSlots > 1, "one is multiplied while another comes");
   static constexpr int kBytes = kSlots * kSlotBytes;
+  // Slots under way at a time, of those that are free (common.cuh, await_load): the end of gate and up waits behind all of them.
+  static constexpr int kEnough = (48 * 1024 + kSlotBytes / 2) / kSlotBytes, kAhead = kEnough < 2 ? 2 : kEnough > kSlots ? kSlots : kEnough;
 };
 
 template <int kThreads, int kPieces, int kGroups>
@@ -53,7 +55,10 @@ __global__ void __launch_bounds__(kThreads + 32, 1) combine_down(Experts p) {
       if (lane < 2) copy_bulk(to, from, Slots::kHalfBytes, ring.full + u % Slots::kSlots); // two: lanes ask one after another
     };
 #pragma unroll 1
-    for (int u = 0; u < chosen; u++) ask(u);
+    for (int u = 0; u < chosen; u++) {
+      if (u >= Slots::kAhead) ring.await_full(u - Slots::kAhead);
+      ask(u);
+    }
     __syncthreads();
     return;
   }

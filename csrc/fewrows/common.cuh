@@ -83,6 +83,13 @@ __device__ __forceinline__ uint4 load_weights(const void *p) {
   return r;
 }
 
+// Goes on when what was loaded has come. The memory answers at its own rate however much is asked of it, and what many blocks ask for
+// too early is a queue that everything else waits in: rows, packets, the end of the kernel before. So who has time asks for the next
+// part when an earlier one is there; 32 to 64 KB a multiprocessor under way are enough. blockDim.z is 1, which ptxas does not know.
+__device__ __forceinline__ void await_load(const uint4 &r) {
+  if (r.w & (blockDim.z - 1)) __nanosleep(1);
+}
+
 // Eight of a norm's gains, from `at` on; ones where there is no norm, or no such column.
 __device__ __forceinline__ uint4 load_gains(const bf16 *gamma, int at, bool inside = true) {
   constexpr uint32_t kOnes = 0x3f803f80u; // two of them, in bf16

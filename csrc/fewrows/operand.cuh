@@ -19,6 +19,17 @@ struct Tile {
 #pragma unroll
     for (int i = 0; i < kDepth; i++) fetch(i, from, below);
   }
+  // The same, never more than kAhead pieces under way, of which none is at its end.
+  template <int kAhead>
+  __device__ __forceinline__ void fetch_paced(const bf16 *from, const bf16 *below) {
+#pragma unroll
+    for (int i = 0; i < kDepth; i += kAhead) {
+      if (i) await_load(bottom[i - 1]);
+#pragma unroll
+      for (int j = i; j < i + kAhead && j < kDepth; j++) fetch(j, from, below);
+    }
+    await_load(bottom[kDepth - 1]);
+  }
 };
 
 // A piece of a row times a norm's gains, rounded once; its squares are added to `sum`. The row's own factor comes with the sums.

@@ -42,7 +42,10 @@ __global__ void __launch_bounds__(kThreads, resident(kThreads)) project(Projecti
   // asked for first: what is asked for behind a tile of weights comes behind it
   const auto gain = kNorm ? Rows::gain(p.gamma) : typename Rows::Gains{};
   Tile<kPieces> tile;
-  tile.fetch(top, bottom);
+  if constexpr (kHeld)
+    tile.template fetch_paced<2>(top, bottom); // beside attention, which is not to wait behind them
+  else
+    tile.fetch(top, bottom);
   Held held(operand_memory, p.weight + static_cast<size_t>(rows.last) * p.columns + warp * kPieces * kPiece, rows.held, p.columns);
   Rows b(operand_memory);
   Written output;
