@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from .native_routing import MOST_EXPERTS
 from .routing import Routing
 from .structs import filled, structure
 
-ABI = 15
+ABI = 16
 CAPABILITY = (9, 0)
 # columns of a projection, with a norm or without (project.cuh)
 COLUMNS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 2304, 2880, 4096)
@@ -34,6 +35,7 @@ HIDDEN, WIDTHS = (
 HEADS = (256, 512, 1024, 2048, 2880, 4096, 7168)  # columns of an output head (head.cuh)
 MOST_CHOICES, HELD = 8, 16  # held: rows of a block of them, at most
 SHARES = (1, 2, 4, 8)  # query heads a key head serves (attention.cuh)
+AHEAD = 1 << 26  # bytes of what follows, at most: a kernel takes as many as it has time for
 TILE, RANKS = 64, (6, 8)  # positions of a tile; blocks of a cluster, each of which has two tiles
 # positions of the longest page tables that one such cluster serves, the faster: unwritten rows may reach a tile more
 SHORT = tuple((2 * ranks - 1) * TILE for ranks in RANKS)
@@ -56,9 +58,9 @@ Attention = structure(
 Vocabulary = structure("Vocabulary", p="x gamma weight logits keys tops sums", f="eps", i="rows vocabulary columns")
 Experts = structure(
     "Experts",
-    p="x gamma router gate_up down logits packets launch chosen shares hidden residual y",
+    p="x gamma router gate_up down logits packets launch chosen shares hidden residual y following",
     f="eps",
-    i="rows columns width experts choices renormalise",
+    i="rows columns width experts choices renormalise ahead",
 )
 
 
@@ -121,6 +123,7 @@ class Library:
     def __init__(self, path, device, base):
         """base: the table whose operations serve sizes that no kernel here is built for."""
         self.base = base
+        self.behind, self.following = None, {}  # experts whose block ran last; by those, what came next: see `follows`
         try:
             self._library = ctypes.CDLL(str(path))
         except OSError as error:
@@ -154,9 +157,17 @@ class Library:
         if status:
             raise RuntimeError(f"{name}: CUDA error {status}")
 
+    def follows(self, weight):
+        """A kernel that asks for `weight` first comes next. Where experts came before it, their last kernel brings its
+        beginning into the L2 from their next call on: a hint, which changes no bit, so a wrong one only costs time."""
+        if self.behind is not None:
+            self.following[self.behind] = weakref.ref(weight)
+        self.behind = None
+
     # ------------------------------------------------------------------ operations
     def project(self, x, gamma, eps, weight, bias, residual, gated=False):
         """norm(x) W^T + bias + residual, or act(gate) * up of the two halves' products."""
+        self.follows(weight)
         rows, columns = x.shape
         outputs = weight.shape[0] // 2 if gated else weight.shape[0]
         y, residual = x.new_empty(rows, outputs), None if residual is None else residual.contiguous()
@@ -223,6 +234,9 @@ class Library:
             return self.base.moe(x, norm_weight, eps, gate, rule, bias, correction, gate_up, down, activation, residual)
         held = 8 if rows <= 8 else HELD  # rows of a block
         blocks, x = -(-rows // held), x.contiguous()
+        self.behind = down.data_ptr()
+        following = self.following.get(self.behind, lambda: None)()
+        ahead = 0 if following is None else min(following.nbytes, AHEAD)
         y = torch.empty_like(x)
         self.call(
             "eagle3_experts", Experts, self.blocks,
@@ -230,7 +244,7 @@ class Library:
             logits=x.new_empty(rows, experts, dtype=torch.float32), packets=self.logits, launch=self.launch,
             chosen=x.new_empty(blocks, 1 + held * MOST_CHOICES, dtype=torch.int32),
             shares=x.new_empty(blocks, held * MOST_CHOICES, held, dtype=torch.float32),
-            residual=None if residual is None else residual.contiguous(),
+            residual=None if residual is None else residual.contiguous(), following=following, ahead=ahead,
             hidden=x.new_empty(blocks, held * MOST_CHOICES, held, width), y=y, eps=eps, rows=rows, columns=columns,
             width=width, experts=experts, choices=rule.top_k, renormalise=int(rule.renormalise),
         )  # fmt: skip
@@ -241,6 +255,7 @@ class Library:
         (rows, columns), vocabulary = x.shape, weight.shape[0]
         if k != 1 or columns not in HEADS:
             return self.base.head(x, norm_weight, eps, weight, k, logits)
+        self.follows(weight)
         blocks = self.blocks * (2 if columns <= 2048 else 1)  # narrow rows: two blocks a multiprocessor
         keys = torch.empty(rows, blocks, dtype=torch.int64, device=x.device)
         tops, sums = (torch.empty(rows, blocks, dtype=torch.float32, device=x.device) for _ in range(2))

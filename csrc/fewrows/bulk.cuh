@@ -27,6 +27,11 @@ __device__ __forceinline__ void copy_bulk(void *shared, const void *global, int 
                : "memory");
 }
 
+// `bytes`, likewise, into the L2.
+__device__ __forceinline__ void prefetch_bulk(const void *global, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+}
+
 // Slots that one warp fills in turn and `readers` warps empty.
 template <int kSlots>
 struct Ring {

@@ -20,6 +20,7 @@ struct DownRing {
   static constexpr int kFit = 104 * 1024 / kSlotBytes, kSlots = kFit > 8 ? 8 : kFit; // of the carve-out's 132 KB
   static_assert(kSlots > 1, "one is multiplied while another comes");
   static constexpr int kBytes = kSlots * kSlotBytes;
+  static constexpr int kClose = 32 * 1024, kCloser = 4 * 1024; // of what follows: a block's part that is brought into the L2, a lane's
   // Slots under way at a time, of those that are free (common.cuh, await_load): the end of gate and up waits behind all of them.
   static constexpr int kEnough = (48 * 1024 + kSlotBytes / 2) / kSlotBytes, kAhead = kEnough < 2 ? 2 : kEnough > kSlots ? kSlots : kEnough;
 };
@@ -59,6 +60,10 @@ __global__ void __launch_bounds__(kThreads + 32, 1) combine_down(Experts p) {
       if (u >= Slots::kAhead) ring.await_full(u - Slots::kAhead);
       ask(u);
     }
+    // The memory is idle from here until the next kernel has begun. Sooner, this would be in the way of what is still to come.
+    if (chosen) ring.await_full(chosen - 1);
+    const int from = blockIdx.x * Slots::kClose + lane * Slots::kCloser;
+    if (blockIdx.y == 0 && lane < Slots::kClose / Slots::kCloser && from + Slots::kCloser <= p.ahead) prefetch_bulk(p.following + from, Slots::kCloser);
     __syncthreads();
     return;
   }

@@ -22,8 +22,9 @@ struct Experts {
   bf16 *hidden;         // [blocks of rows, experts of a block, its rows, width] scratch
   const bf16 *residual; // [rows, columns] or null
   bf16 *y;              // [rows, columns]
+  const char *following; // what the kernel behind these asks for first, or null
   float eps;
-  int rows, columns, width, experts, choices, renormalise;
+  int rows, columns, width, experts, choices, renormalise, ahead; // ahead: bytes of `following`
 };
 
 // The rows of block y: up to kGroups groups of 8.

@@ -58,10 +58,13 @@ __global__ void __launch_bounds__(kThreads, 1) project_whole(Projection p) {
   float4 c[kTiles], odd[kTiles];
 #pragma unroll
   for (int tile = 0; tile < kTiles; tile++) c[tile] = odd[tile] = make_float4(0.f, 0.f, 0.f, 0.f);
+  uint4 x[kPieces];
+#pragma unroll
+  for (int i = 0; i < kPieces; i++) x[i] = b.get(0, i);
   auto multiply_tiles = [&](int from, int to) {
 #pragma unroll
     for (int i = 0; i < kPieces; i++) {
-      const uint4 v = b.get(0, i);
+      const uint4 v = x[i];
 #pragma unroll
       for (int tile = 0; tile < kTiles; tile++) {
         if (tile < from || tile >= to) continue;
