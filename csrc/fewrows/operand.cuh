@@ -77,6 +77,10 @@ __device__ __forceinline__ void keep_sums(float (&v)[kRows], int live, float *to
   }
 }
 
+struct Nothing {
+  __device__ __forceinline__ void operator()() const {}
+};
+
 // A block's rows as B operands: the first group in registers where they have room for it, others in shared memory. A single
 // staged group stays there, which leaves registers to the weights; of several groups the first one's last kAside pieces do too.
 template <int kThreads, int kPieces, int kGroups, bool kStaged = false, int kAside = 0>
@@ -141,9 +145,6 @@ struct Operand {
   // Rows `begin` and on of x times the gains; each column passes through one thread of the block. Sums of them lack the row's
   // factor, for which `squares` has each warp's sums. Rows that do not exist are whatever lies there: nobody reads their sums.
   // All threads of the block call it. beside(): what is asked for behind the first rows, so that they do not come behind it.
-  struct Nothing {
-    __device__ __forceinline__ void operator()() const {}
-  };
   template <class Beside = Nothing>
   __device__ __forceinline__ void stage(const bf16 *x, size_t stride, int begin, int rows, const Gains &gains, float (*squares)[kWarps][kRows],
                                         Beside beside = {}) {

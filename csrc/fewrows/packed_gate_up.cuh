@@ -97,7 +97,9 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_gate_up(P p, Ro
     Inner inner(router);
     wait_for_predecessor();
     const unsigned tag = load_int(reinterpret_cast<const int *>(router.launches));
-    rows.stage(x, live);
+    rows.stage(
+        x, live, [&] { inner.template fetch_first<Inner::kEarly, Inner::kBeside>(router); },
+        [&] { inner.template fetch_first<Inner::kBeside, Inner::kPieces>(router); });
     inner.choose(router, packed_rows + rows.of_lane(live), live, tag, [&](int r) { return rows.factor(r, router.eps); }, scratch.router, correction,
                  choice, make_digits);
     own.row[0] = threadIdx.x < kGroupChosen ? pair_row[threadIdx.x] : -1;

@@ -45,7 +45,10 @@ struct InnerRouter {
   };
   const RouteTiles tiles;
   float bias, correction[kOwn];
-  uint4 w[kPieces];
+  uint4 w[kPieces]; // of a tile
+  // Of the first tile a quarter is asked for before the wait, another one behind the rows, the rest when those have come: scores wait
+  // for the rows first, and they come behind all that is under way (common.cuh, await_load).
+  static constexpr int kEarly = kPieces / 4, kBeside = kPieces / 2;
 
   // Before the wait.
   __device__ __forceinline__ explicit InnerRouter(const Router &r) : tiles(r) {
@@ -55,21 +58,27 @@ struct InnerRouter {
       const int e = threadIdx.x + k * kThreads;
       correction[k] = r.correction && e < r.experts ? r.correction[e] : 0.f;
     }
-    if (static_cast<int>(blockIdx.x) < tiles.count) fetch(r, blockIdx.x);
+    fetch_first<0, kEarly>(r);
   }
   // Of the expert whose scores this thread adds.
   __device__ __forceinline__ float bias_of(const Router &r, int tile) const {
     const int i = threadIdx.x >> 3;
     return r.bias && tile < tiles.routing && i < tiles.rows(r, tile) ? __bfloat162float(r.bias[tile * tiles.each + i]) : 0.f;
   }
+  // Pieces [kFrom, kTo) of a tile.
+  template <int kFrom, int kTo>
   __device__ __forceinline__ void fetch(const Router &r, int tile) {
-    const int lane = threadIdx.x & 31, column = (threadIdx.x >> 5) * kPieces * kPiece + (lane & 3) * 8;
+    const int thread = fresh_thread(), lane = thread & 31, column = (thread >> 5) * kPieces * kPiece + (lane & 3) * 8;
     const bf16 *const from = tiles.row(r, tile, min(lane >> 2, tiles.rows(r, tile) - 1)) + column;
 #pragma unroll
-    for (int i = 0; i < kPieces; i++) {
+    for (int i = kFrom; i < kTo; i++) {
       w[i] = make_uint4(0, 0, 0, 0);
       if (kColumns == kThreads * kPieces || column + i * kPiece < kColumns) w[i] = load_weights(from + i * kPiece);
     }
+  }
+  template <int kFrom, int kTo>
+  __device__ __forceinline__ void fetch_first(const Router &r) {
+    if (static_cast<int>(blockIdx.x) < tiles.count) fetch<kFrom, kTo>(r, blockIdx.x);
   }
   // Products of the tile in w; row: where the lane's row begins.
   __device__ __forceinline__ void multiply(const uint4 *row, TileSums<kSlices> &sums) const {
@@ -110,7 +119,7 @@ struct InnerRouter {
 #pragma unroll 1
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
       const bool first = tile == static_cast<int>(blockIdx.x);
-      if (!first) fetch(r, tile);
+      if (!first) fetch<0, kPieces>(r, tile);
       multiply(row, memory.sums);
       __syncthreads();
       if (threadIdx.x < 64) send(r, tile, live, factor(threadIdx.x & 7), first ? bias : bias_of(r, tile), memory.sums, tag);

@@ -33,8 +33,10 @@ struct GainedRows {
       gain[k] = load_gains(gamma, c * 8, c < kReal);
     }
   }
-  // `live` rows of x. All threads of the block call it; a barrier follows.
-  __device__ __forceinline__ void stage(const bf16 *x, int live) {
+  // `live` rows of x, one at least. All threads of the block call it; a barrier follows. beside(): what is asked for behind the first
+  // rows, so that they do not come behind it; behind(): when they have come.
+  template <class Beside = Nothing, class Behind = Nothing>
+  __device__ __forceinline__ void stage(const bf16 *x, int live, Beside beside = {}, Behind behind = {}) {
     float sum[kParts][kRows];
 #pragma unroll
     for (int half = 0; half < kRows; half += kRows / 2) { // on their way together, as many as there are registers for
@@ -42,7 +44,7 @@ struct GainedRows {
       for (int r = 0; r < kRows / 2; r++)
 #pragma unroll
         for (int part = 0; part < kParts; part++) sum[part][half + r] = 0.f;
-      if (half >= live) continue;
+      if (half && half >= live) continue;
       uint4 v[kRows / 2][kOwn];
 #pragma unroll
       for (int r = 0; r < kRows / 2; r++)
@@ -51,6 +53,11 @@ struct GainedRows {
           const int c = threadIdx.x + k * kThreads;
           load_rows_if(v[r][k], x + (half + r) * kColumns + c * 8, half + r < live && c < kReal);
         }
+      if (!half) {
+        beside();
+        await_load(v[0][kOwn - 1]);
+        behind();
+      }
 #pragma unroll
       for (int r = 0; r < kRows / 2; r++)
 #pragma unroll
