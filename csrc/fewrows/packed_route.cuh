@@ -125,6 +125,7 @@ struct InnerRouter {
       if (threadIdx.x < 64) send(r, tile, live, factor(threadIdx.x & 7), first ? bias : bias_of(r, tile), memory.sums, tag);
       __syncthreads(); // the sums are read
     }
+    if (static_cast<int>(blockIdx.x) >= tiles.count) __syncthreads(); // the corrections are there: a block without a tile has met nobody since
     meanwhile();
     await_scores<kThreads>(r, memory.scores, corrections, live, tag);
     __syncthreads();

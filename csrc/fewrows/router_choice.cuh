@@ -31,8 +31,7 @@ struct Router {
 template <int kExperts, int kHeld>
 struct RowScores {
   float of[kHeld][kExperts];
-  uint32_t key[kHeld][kExperts];     // that sort like what the choice goes by; 0: no expert
-  int chosen[kHeld][kRouterChoices]; // experts, best first
+  uint32_t key[kHeld][kExperts]; // that sort like what the choice goes by; 0: no expert
 };
 
 // What a router makes of sums of products with rows whose norm's factor they lack: an expert's score before its correction, a unit
@@ -102,26 +101,30 @@ struct Candidates {
     }
   }
 
-  // The best `choices` in turn, best first. All that counts is latency: nothing but a comparison lies between two reductions.
-  __device__ __forceinline__ void choose(int choices, int *chosen) {
+  // The best `choices` in turn, best first, one a lane. All that counts is latency: nothing but a comparison lies between two reductions
+  // of keys, beside which the expert that the key before was of is told to all.
+  __device__ __forceinline__ int choose(int choices) {
+    const int lane = threadIdx.x & 31;
     uint32_t found = 0xffffffffu;
+    int id = -1, own = -1;
 #pragma unroll 1
     for (int k = 0; k < choices; k++) {
+      const int before = __reduce_max_sync(kAll, id);
       found = key.best_below(found);
-      int id = -1;
+      if (lane == k - 1) own = before;
+      id = -1;
 #pragma unroll
       for (int j = 0; j < kMany; j++) id = key.of[j] == found ? expert(j) : id;
-      if (id >= 0) chosen[k] = id;
     }
-    if (key.count_from(found) != choices) { // some are equal
-      __syncwarp();
+    id = __reduce_max_sync(kAll, id);
+    if (lane == choices - 1) own = id;
+    if (key.count_from(found) != choices) // some are equal
 #pragma unroll 1
       for (int k = 0; k < choices; k++) {
-        const int id = take(found);
-        if ((threadIdx.x & 31) == 0) chosen[k] = id;
+        id = take(found);
+        if (lane == k) own = id;
       }
-    }
-    __syncwarp();
+    return own;
   }
 };
 
@@ -182,9 +185,10 @@ __device__ __forceinline__ Chosen choose_row(const Router &p, RowScores<kExperts
 #pragma unroll
   for (int j = 0; j < kMany; j++) all.key.of[j] = rehearsed ? All::expert(j) + 1 : s.key[row][All::expert(j)];
   if (p.groups > 1) all.keep_groups(p.experts / p.groups, p.groups, p.top_groups, p.group_best);
-  all.choose(p.choices, s.chosen[row]);
+  const int found = all.choose(p.choices);
+  __syncwarp(); // scores that other lanes have made shares
   const bool real = lane < p.choices;
-  const int id = real ? s.chosen[row][lane] : 0;
+  const int id = real ? found : 0;
   float own = real ? score[id] : 0.f;
   if (p.score == kLogits) {
     const float top = warp_max(real ? own : -INFINITY), raised = real ? __expf(own - top) : 0.f;
