@@ -275,20 +275,6 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
     }
   }
   if (late && !side) arrive_at(kRead, threads);
-  if (some) {
-    // `folds`, without a register meanwhile
-    const bool folded = kOne ? start * kTile < nodes.end : first_of(rank, fresh_thread() / (kSlices * 32) & 1) * kTile < end;
-    if (!kOne || own_nodes) { // what one side stores, the other may still read
-      wait_copies<0>();
-      __syncthreads();
-    } else if (folded)
-      meet_at(kOwn + side, mates);
-    if (folded)
-      fold.store(result + warp * kVectors * kWidth, stats_of + warp * kVectors, halves);
-    else if (!kOne && lane < kVectors)
-      stats_of[warp * kVectors + lane] = make_float2(-INFINITY, 0.f); // of nothing
-    __syncthreads();
-  }
   // the block's partials, a warp a vector at a time
   const int column = lane * kMany;
   auto lines = [&](int v) { return Lines<kWidth>(p, group, parts * kVectors, v); };
@@ -320,10 +306,24 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
       if (lane == 0) send(sent_stats + to * 2, &inbox, v % kUsed, of_all[i]);
     }
   };
-  if (some && warp + parts * kWarps < vectors)
-    hand_on(std::integral_constant<int, 2>{}); // no warp has more
-  else if (some && warp < vectors)
-    hand_on(std::integral_constant<int, 1>{});
+  if (some) {
+    // `folds`, without a register meanwhile
+    const bool folded = kOne ? start * kTile < nodes.end : first_of(rank, fresh_thread() / (kSlices * 32) & 1) * kTile < end;
+    if (!kOne || own_nodes) { // what one side stores, the other may still read
+      wait_copies<0>();
+      __syncthreads();
+    } else if (folded)
+      meet_at(kOwn + side, mates);
+    if (folded)
+      fold.store(result + warp * kVectors * kWidth, stats_of + warp * kVectors, halves);
+    else if (!kOne && lane < kVectors)
+      stats_of[warp * kVectors + lane] = make_float2(-INFINITY, 0.f); // of nothing
+    __syncthreads();
+    if (warp + parts * kWarps < vectors)
+      hand_on(std::integral_constant<int, 2>{}); // no warp has more
+    else if (warp < vectors)
+      hand_on(std::integral_constant<int, 1>{});
+  }
   // what this rank merges: of the cluster, or of all ranks
   const int v = kOne ? rank + kUsed * warp : kDealt - 1 - rank + kMergers * (warp / kQuarters);
   if (v >= vectors || !(kOne || merges)) return;
