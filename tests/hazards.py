@@ -3,7 +3,7 @@
 The tool (seen with CUDA 13 on Hopper) reports pairs of two kinds although they are ordered, the first by the million:
 - slots that are handed over by mbarriers, filled by bulk copies (UBLKCP) or by a warp, of which one lane arrives: ptxas
   leaves the `__syncwarp` before that out where the warp is together, so what orders the other lanes is not in the code;
-- what warps leave one another across a barrier of the whole block, where barriers of some warps came before (attend.cuh).
+- what warps leave one another across a barrier of the whole block, behind barriers of some of them (attend.cuh).
 A pair is passed over where the code itself shows the order: its branches are followed, and every way between the
 accesses has to meet what orders them. That the nth filling waits for the right phase of its barrier no branch shows: of
 that only the wait itself is looked for.
@@ -110,7 +110,7 @@ class Code:
 
 
 def apart(code, a, b):
-    """Whether no two threads can be at the two accesses between the same barriers of the block: from no barrier of it are
+    """Whether no two threads can be at the accesses between the same barriers of the block: from no barrier of it are
     both reached before the next one."""
     barriers = code.all(BLOCK)
     for start in {code.entry} | barriers:
@@ -121,7 +121,7 @@ def apart(code, a, b):
 
 
 def handed_over(code, write, read):
-    """Whether who reads waits for an mbarrier before and arrives at one afterwards, and who writes arrives at one too and
+    """Whether who reads waits for an mbarrier before and arrives at one behind, and who writes arrives at one too and
     waits before writing anew."""
     if not re.search(r"\bLDS", code.text[read]) or not re.search(rf"{COPY}|\bSTS", code.text[write]):
         return False
