@@ -74,15 +74,19 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   const bool asks = !kOne && part == 0 && slice == 2; // of long tables: a warp a side that turns no queries
   int pages_of[3]; // of the tiles that it asks for first
   const int begin = first_tile<kOne>(rank, side, 0);
-  auto look_ahead = [&](int s) {
-#pragma unroll
-    for (int i = 0; i < 3; i++) {
-      const int *const from = stream.page_of((s + i * kNext<kOne>) * kTile);
-      pages_of[i] = from ? *from : 0;
-    }
-  };
   if (kOne) look(begin * kTile + mate % kTile); // before the prefix is known: most often no window moves the first tile
-  if (asks) look_ahead(begin);
+  if (asks) stream.look_up(pages_of, begin);
+  Angles<kHalf> angles;
+  uint4 gain[kMany];
+  auto load_gain = [&] {
+#pragma unroll
+    for (int i = 0; i < kMany; i++) // ones where there are none
+      gain[i] = load_gains(p.q_gain, i * 32 + (lane & 3) * 8);
+  };
+  if (!kOne && slice < halves) { // before tiles are asked for: behind those they would come behind them, and queries with them
+    load_gain();
+    angles.load(p.cos_sin + own_position * p.turned);
+  }
   const int prefix = static_cast<int>(prefix_asked);
   // no row of the block sees an older tile
   const int oldest = p.window ? max(0, prefix + (p.tree ? 0 : first_row) - p.window + 1) / kTile : 0;
@@ -94,13 +98,11 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   const int depth = kDepth - (!kOne && side && mine(tail)); // of this side: nodes take the other's place
   if (start != begin) {
     if (kOne) look(start * kTile + mate % kTile);
-    if (asks) look_ahead(start);
+    if (asks) stream.look_up(pages_of, start);
   }
   if (asks) {
     if (lane == 0) stream.open(mates / 32, depth);
-#pragma unroll 1
-    for (int i = 0; i < depth; i++) stream.ask(i, (start + i * kNext<kOne>) * kTile, i == 0 ? pages_of[0] : i == 1 ? pages_of[1] : pages_of[2], prefix);
-    stream.look_ahead((start + depth * kNext<kOne>) * kTile);
+    stream.begin(pages_of, start, depth, prefix);
   }
   if (kOne && mate < kTile) slots[mate] = start * kTile + mate < prefix ? page * p.page + rest : -1;
   // short tables: a thread copies its 16 bytes of every `step` rows (a multiple of 8: their places differ by rows alone)
@@ -191,14 +193,11 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   const bool turns = folds && slice < halves;
   const bf16 *from = p.projected + (line0 + first_row + turned_row) * lanes + (group * kShare + turned % kShare) * kWidth + (lane & 3) * 8;
   asm volatile("" : "+l"(from)); // an address before the wait
-  Angles<kHalf> angles;
   NodeTurn<kWidth> node_turn;
-  uint4 gain[kMany], q[kMany];
-  if (turns) angles.load(p.cos_sin + (kOne ? nodes.position_of[first_row + min(turned_row, rows - 1)] : own_position) * p.turned);
+  uint4 q[kMany];
+  if (kOne && turns) angles.load(p.cos_sin + static_cast<int64_t>(nodes.position_of[first_row + min(turned_row, rows - 1)]) * p.turned);
   if (own_nodes) node_turn.load(p, nodes);
-#pragma unroll
-  for (int i = 0; i < kMany; i++) // ones where there are none
-    gain[i] = load_gains(p.q_gain, i * 32 + (lane & 3) * 8);
+  if (kOne) load_gain();
   wait_for_predecessor();
   if (!kOne) launch_dependents();
 #pragma unroll
@@ -216,6 +215,7 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
     turn<kWidth, kHalf>(q, gain, p.q_gain != nullptr, angles, p.eps);
     Sums::keep(queries, q, slice);
   }
+  if (asks) stream.go_on(first_of(rank, side), prefix);
   Sums fold;
   if (folds) {
     fold.begin();
@@ -275,6 +275,20 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
     }
   }
   if (late && !side) arrive_at(kRead, threads);
+  if (some) {
+    // `folds`, without a register meanwhile
+    const bool folded = kOne ? start * kTile < nodes.end : first_of(rank, fresh_thread() / (kSlices * 32) & 1) * kTile < end;
+    if (!kOne || own_nodes) { // what one side stores, the other may still read
+      wait_copies<0>();
+      __syncthreads();
+    } else if (folded)
+      meet_at(kOwn + side, mates);
+    if (folded)
+      fold.store(result + warp * kVectors * kWidth, stats_of + warp * kVectors, halves);
+    else if (!kOne && lane < kVectors)
+      stats_of[warp * kVectors + lane] = make_float2(-INFINITY, 0.f); // of nothing
+    __syncthreads();
+  }
   // the block's partials, a warp a vector at a time
   const int column = lane * kMany;
   auto lines = [&](int v) { return Lines<kWidth>(p, group, parts * kVectors, v); };
@@ -306,24 +320,10 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
       if (lane == 0) send(sent_stats + to * 2, &inbox, v % kUsed, of_all[i]);
     }
   };
-  if (some) {
-    // `folds`, without a register meanwhile
-    const bool folded = kOne ? start * kTile < nodes.end : first_of(rank, fresh_thread() / (kSlices * 32) & 1) * kTile < end;
-    if (!kOne || own_nodes) { // what one side stores, the other may still read
-      wait_copies<0>();
-      __syncthreads();
-    } else if (folded)
-      meet_at(kOwn + side, mates);
-    if (folded)
-      fold.store(result + warp * kVectors * kWidth, stats_of + warp * kVectors, halves);
-    else if (!kOne && lane < kVectors)
-      stats_of[warp * kVectors + lane] = make_float2(-INFINITY, 0.f); // of nothing
-    __syncthreads();
-    if (warp + parts * kWarps < vectors)
-      hand_on(std::integral_constant<int, 2>{}); // no warp has more
-    else if (warp < vectors)
-      hand_on(std::integral_constant<int, 1>{});
-  }
+  if (some && warp + parts * kWarps < vectors)
+    hand_on(std::integral_constant<int, 2>{}); // no warp has more
+  else if (some && warp < vectors)
+    hand_on(std::integral_constant<int, 1>{});
   // what this rank merges: of the cluster, or of all ranks
   const int v = kOne ? rank + kUsed * warp : kDealt - 1 - rank + kMergers * (warp / kQuarters);
   if (v >= vectors || !(kOne || merges)) return;

@@ -63,6 +63,14 @@ struct Stream {
     const unsigned row = at + ((threadIdx.x & 31) << maps.log_rows), column = row / static_cast<unsigned>(p.page);
     return column < static_cast<unsigned>(p.columns) ? pages + column : nullptr;
   }
+  // Those numbers for its first tiles, from tile `start` on.
+  __device__ __forceinline__ void look_up(int (&page)[3], int start) const {
+#pragma unroll
+    for (int i = 0; i < 3; i++) {
+      const int *const from = page_of((start + i * kNext<false>) * kTile);
+      page[i] = from ? *from : 0;
+    }
+  }
   // By a warp, before it asks for that tile with pages that it looks ahead for.
   __device__ __forceinline__ void look_ahead(int at) const {
     const int *const from = page_of(at);
@@ -91,6 +99,36 @@ struct Stream {
         copy_box(to + kOperand, &maps.values, group * (kWidth / 64) + half, slot, full);
       }
     }
+  }
+
+  // Before the wait. The first blocks begin beside the first projection, which leaves them a third of the multiprocessors
+  // (whole_grid), and have time: each asks for a tile when the one before has come, for what is under way is before that projection's
+  // weights. Blocks that begin where it ends ask for so many at once, and for the next when the first has come: queries come meanwhile.
+  static constexpr int kAtOnce = 2;
+  static_assert(kDepth == kAtOnce + 1 || kDepth == 1, "one is left");
+  static __device__ __forceinline__ bool early() {
+    unsigned multiprocessors;
+    asm("mov.u32 %0, %%nsmid;" : "=r"(multiprocessors));
+    return blockIdx.y == 0 && 3 * blockIdx.x < multiprocessors;
+  }
+  __device__ __forceinline__ void begin(const int (&page)[3], int start, int depth, int prefix) const {
+    const bool paced = early();
+    const int many = paced ? depth : kAtOnce;
+#pragma unroll 1
+    for (int i = 0; i < many; i++) {
+      const int at = (start + i * kNext<false>) * kTile;
+      if (paced && i && at < prefix) await(copies.full + i - 1, 0);
+      ask(i, at, i == 0 ? page[0] : i == 1 ? page[1] : page[2], prefix);
+    }
+    look_ahead((start + many * kNext<false>) * kTile);
+  }
+  // Behind the wait.
+  __device__ __forceinline__ void go_on(int start, int prefix) const {
+    if (early() || copies.depth == kAtOnce) return;
+    await(copies.full, 0);
+    const int next = start + kAtOnce * kNext<false>;
+    ask(kAtOnce, next * kTile, looked_up(), prefix);
+    look_ahead((next + kNext<false>) * kTile);
   }
 };
 

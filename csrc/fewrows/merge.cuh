@@ -98,6 +98,9 @@ __device__ __forceinline__ void merge_ranks(const Lines<kWidth> &lines, float *s
 #pragma unroll
     for (int i = 0; i < kNear; i++) least = min(least, words[i].least() | none[i]);
   } while (__any_sync(kAll, least == 0));
+  if (lane < kNear) Words<2>{}.store(stat); // zero again, also where nothing has come; not at the end, which the next kernel waits for
+#pragma unroll
+  for (int i = 0; i < kNear; i++) Words<kMany>{}.store(line + i * lines.kLine + lane * kMany);
   const float own_top = asks ? stats.get(0) : -INFINITY, own_norm = asks ? stats.get(1) : 0.f; // of nothing
   float2 of_rank[kNear];
 #pragma unroll
@@ -119,9 +122,6 @@ __device__ __forceinline__ void merge_ranks(const Lines<kWidth> &lines, float *s
                                           [&](int q) { return *reinterpret_cast<const Sum *>(shared + q * kWidth + lane * kMany); });
     finish<kWidth>(to, y, top, norm, sink);
   }
-  if (lane < kNear) Words<2>{}.store(stat); // zero again, also where nothing has come
-#pragma unroll
-  for (int i = 0; i < kNear; i++) Words<kMany>{}.store(line + i * lines.kLine + lane * kMany);
 }
 
 } // namespace eagle3
