@@ -23,7 +23,7 @@ from .native_routing import MOST_EXPERTS
 from .routing import Routing
 from .structs import filled, structure
 
-ABI = 16
+ABI = 17
 CAPABILITY = (9, 0)
 # columns of a projection, with a norm or without (project.cuh)
 COLUMNS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 2304, 2880, 4096)
@@ -141,7 +141,7 @@ class Library:
         self.logits = torch.zeros(HELD, MOST_EXPERTS, dtype=torch.int64, device=device)
         self.launch = torch.ones(1, dtype=torch.int32, device=device)
         # merge.cuh: what ranks hand over, zero but while a launch is under way
-        self.handed = torch.zeros(HANDED * DEALT * (128 + 4), dtype=torch.float32, device=device)
+        self.handed = torch.zeros(HANDED * DEALT * (128 + 8), dtype=torch.float32, device=device)
         tiles = native_routing.MOST_TILES  # router.cuh: likewise, and who has arrived
         self.scores = torch.zeros(tiles * 8, MOST_EXPERTS, dtype=torch.int64, device=device)
         self.routes = torch.ones(tiles, dtype=torch.int32, device=device)

@@ -3,7 +3,7 @@
 
 namespace eagle3 {
 
-constexpr int kAbiVersion = 16;
+constexpr int kAbiVersion = 17;
 
 __global__ void abi_probe(int *out) { *out = kAbiVersion; }
 

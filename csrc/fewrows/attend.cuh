@@ -74,6 +74,8 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   const bool asks = !kOne && part == 0 && slice == 2; // of long tables: a warp a side that turns no queries
   int pages_of[3]; // of the tiles that it asks for first
   const int begin = first_tile<kOne>(rank, side, 0);
+  auto lines = [&](int v) { return Lines<kWidth>(p, group, parts * kVectors, v); }; // of a vector, where ranks hand their sums over
+  if (!kOne && warp == kSlices - 1 && lane < vectors) lines(lane).foresee(rank);
   if (kOne) look(begin * kTile + mate % kTile); // before the prefix is known: most often no window moves the first tile
   if (asks) stream.look_up(pages_of, begin);
   Angles<kHalf> angles;
@@ -291,7 +293,6 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
   }
   // the block's partials, a warp a vector at a time
   const int column = lane * kMany;
-  auto lines = [&](int v) { return Lines<kWidth>(p, group, parts * kVectors, v); };
   auto hand_on = [&](auto each) {
     constexpr int kEach = decltype(each)::value;
     const bool sides[2] = {first_of(rank, 0) * kTile < end, first_of(rank, 1) * kTile < end}; // that have folded a tile

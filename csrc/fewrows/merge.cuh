@@ -2,7 +2,7 @@
 // goes to the output.
 #pragma once
 
-#include "cluster.cuh"
+#include "bulk.cuh"
 #include "dealing.cuh"
 #include "nodes.cuh"
 
@@ -31,11 +31,17 @@ struct Words {
   uint32_t v[kMany];
   static __device__ __forceinline__ uint32_t of(float v) { return max(~__float_as_uint(v), 1u); }
   __device__ __forceinline__ float get(int j) const { return __uint_as_float(~v[j]); }
-  __device__ __forceinline__ void load(const float *from) {
+  __device__ __forceinline__ void load_if(const float *from, bool live) { // without a branch; where it is not live, they stay as they are
     if constexpr (kMany == 4)
-      asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(from) : "memory");
+      asm volatile("{.reg .pred live;\nsetp.ne.b32 live, %5, 0;\n@live ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
+                   : "+r"(v[0]), "+r"(v[1]), "+r"(v[2]), "+r"(v[3])
+                   : "l"(from), "r"(static_cast<int>(live))
+                   : "memory");
     else
-      asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "l"(from) : "memory");
+      asm volatile("{.reg .pred live;\nsetp.ne.b32 live, %3, 0;\n@live ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];}"
+                   : "+r"(v[0]), "+r"(v[1])
+                   : "l"(from), "r"(static_cast<int>(live))
+                   : "memory");
   }
   __device__ __forceinline__ void store(float *to) const {
     if constexpr (kMany == 4)
@@ -51,14 +57,18 @@ struct Words {
   }
 };
 
-// Where the sums of one vector lie, a line for each rank: columns, maximum, norm. `at` among the `held` of its block, blocks of a group
-// of heads side by side.
+// Where the sums of one vector lie, a line for each rank: columns, then maximum, norm and six ones. `at` among the `held` of its block,
+// blocks of a group of heads side by side. A line is whole sectors of the L2, each written by one instruction: of one that is written in
+// part the L2 fetches the rest when it is read, behind all that is asked of the memory.
 template <int kWidth>
 struct Lines {
-  static constexpr int kLine = kWidth + 4, kMany = kWidth / 32;
+  static constexpr int kSector = 8, kLine = kWidth + kSector, kMany = kWidth / 32;
   float *first;
   __device__ __forceinline__ Lines(const Attention &p, int group, int held, int at)
       : first(p.sums + ((static_cast<size_t>(blockIdx.y) * p.groups + group) * held + at) * kDealt * kLine) {}
+  // By a thread, long before they are handed over: they were written a layer ago, and who looks for them too early is not to wait for the
+  // memory either.
+  __device__ __forceinline__ void foresee(int rank) const { prefetch_bulk(first + rank * kLine, kLine * sizeof(float)); }
   // By a warp.
   __device__ __forceinline__ void hand_over(int rank, const Columns<kWidth> &y, float top, float norm) const {
     const int lane = threadIdx.x & 31;
@@ -66,7 +76,7 @@ struct Lines {
 #pragma unroll
     for (int j = 0; j < kMany; j++) words.v[j] = words.of(y.v[j]);
     words.store(first + rank * kLine + lane * kMany);
-    if (lane == 0) Words<2>{Words<2>::of(top), Words<2>::of(norm)}.store(first + rank * kLine + kWidth);
+    if (lane < 2) Words<4>{{lane ? 1u : words.of(top), lane ? 1u : words.of(norm), 1u, 1u}}.store(first + rank * kLine + kWidth + lane * 4);
   }
 };
 
@@ -87,18 +97,19 @@ __device__ __forceinline__ void merge_ranks(const Lines<kWidth> &lines, float *s
   uint32_t none[kNear]; // all ones of ranks that have none
 #pragma unroll
   for (int i = 0; i < kNear; i++) none[i] = own >> i & 1 ? 0u : ~0u;
-  Words<kMany> words[kNear];
-  Words<2> stats;
+  Words<kMany> words[kNear] = {}; // none has come
+  Words<2> stats = {};
   uint32_t least;
-  do { // all are asked for, whoever has any: below conditions ptxas waits for one after the other
-    stats.load(stat);
+  do { // without a branch: below conditions ptxas waits for one after the other
+    stats.load_if(stat, asks && stats.least() == 0);
 #pragma unroll
-    for (int i = 0; i < kNear; i++) words[i].load(line + i * lines.kLine + lane * kMany);
+    for (int i = 0; i < kNear; i++) words[i].load_if(line + i * lines.kLine + lane * kMany, (words[i].least() | none[i]) == 0);
     least = asks ? stats.least() : 1;
 #pragma unroll
     for (int i = 0; i < kNear; i++) least = min(least, words[i].least() | none[i]);
   } while (__any_sync(kAll, least == 0));
-  if (lane < kNear) Words<2>{}.store(stat); // zero again, also where nothing has come; not at the end, which the next kernel waits for
+  // zero again, also where nothing has come; not at the end, which the next kernel waits for
+  if (lane < 2 * kNear) Words<4>{}.store(line + lane / 2 * lines.kLine + kWidth + lane % 2 * 4);
 #pragma unroll
   for (int i = 0; i < kNear; i++) Words<kMany>{}.store(line + i * lines.kLine + lane * kMany);
   const float own_top = asks ? stats.get(0) : -INFINITY, own_norm = asks ? stats.get(1) : 0.f; // of nothing

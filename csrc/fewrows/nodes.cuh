@@ -22,7 +22,7 @@ struct Attention {
   bf16 *keys;               // [slots, groups, Dh]
   bf16 *values;
   bf16 *y;                  // [B * T, heads * Dh]
-  float *sums;              // [kHanded, kDealt, Dh + 4] of long tables: what ranks hand over, zeros, and zeros again when it is done
+  float *sums;              // [kHanded, kDealt, Dh + 8] of long tables: what ranks hand over, zeros, and zeros again when it is done
   float eps, scale;         // scale: of the softmax, times log2(e)
   int t, heads, groups, turned, columns, table, page, window, slots;
 };
