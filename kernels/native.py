@@ -34,6 +34,7 @@ HIDDEN, WIDTHS = (
 )  # of an expert block (experts.cuh)
 HEADS = (256, 512, 1024, 2048, 2880, 4096, 7168)  # columns of an output head (head.cuh)
 MOST_CHOICES, HELD = 8, 16  # held: rows of a block of them, at most
+EARLY = 4  # experts whose activations are handed over early
 SHARES = (1, 2, 4, 8)  # query heads a key head serves (attention.cuh)
 AHEAD = 1 << 26  # bytes of what follows, at most: a kernel takes as many as it has time for
 TILE, RANKS = 64, (6, 8)  # positions of a tile; blocks of a cluster, each of which has two tiles
@@ -58,7 +59,7 @@ Attention = structure(
 Vocabulary = structure("Vocabulary", p="x gamma weight logits keys tops sums", f="eps", i="rows vocabulary columns")
 Experts = structure(
     "Experts",
-    p="x gamma router gate_up down logits packets launch chosen shares hidden residual y following",
+    p="x gamma router gate_up down logits packets launch chosen shares hidden early turn residual y following",
     f="eps",
     i="rows columns width experts choices renormalise ahead",
 )
@@ -140,6 +141,9 @@ class Library:
         # experts.cuh: what blocks of one launch tell each other, and which launch is next
         self.logits = torch.zeros(HELD, MOST_EXPERTS, dtype=torch.int64, device=device)
         self.launch = torch.ones(1, dtype=torch.int32, device=device)
+        # what gate and up hand down before they have ended, where all ones has not come; and whose turn is next
+        self.early = torch.full((2, EARLY * 8 * max(WIDTHS)), -1, dtype=torch.int16, device=device)
+        self.turn = torch.zeros(1, dtype=torch.int32, device=device)
         # merge.cuh: what ranks hand over, zero but while a launch is under way
         self.handed = torch.zeros(HANDED * DEALT * (128 + 8), dtype=torch.float32, device=device)
         tiles = native_routing.MOST_TILES  # router.cuh: likewise, and who has arrived
@@ -242,6 +246,7 @@ class Library:
             "eagle3_experts", Experts, self.blocks,
             x=x, gamma=norm_weight, router=gate, gate_up=gate_up, down=down,
             logits=x.new_empty(rows, experts, dtype=torch.float32), packets=self.logits, launch=self.launch,
+            early=self.early, turn=self.turn,
             chosen=x.new_empty(blocks, 1 + held * MOST_CHOICES, dtype=torch.int32),
             shares=x.new_empty(blocks, held * MOST_CHOICES, held, dtype=torch.float32),
             residual=None if residual is None else residual.contiguous(), following=following, ahead=ahead,

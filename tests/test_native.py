@@ -330,6 +330,23 @@ def test_a_row_is_the_same_among_any(table):
             assert torch.equal(ours, theirs[:n]), n
 
 
+def test_experts_of_several_sizes_in_turn(table):
+    """Widths and rows in turn, the same every time. Kills activations of an earlier launch taken for those of this one:
+    a place that was not emptied, or emptied for another width; a turn that another launch counts."""
+    make, cases = Make(B16, "cuda"), []
+    rule = next(moe(B16, "cuda", MOE[:1]))[1][4]
+    for width, experts in ((768, 32), (64, 140), (256, 16)):
+        weights = make.weight(experts, 2 * width, 256), make.weight(experts, 256, width)
+        for rows in (4, 1, 8, 2, 20, 9):
+            x, gain, gate = make.floats(rows, 256), make.gain(256), make.weight(experts, 256)
+            cases.append((x, gain, 1e-6, gate, rule, None, None, *weights, "silu", x))
+    order = [0, 6, 1, 12, 2, 7, 3, 4, 8, 13, 5, 14, 0, 9, 15, 10, 16, 11, 17]
+    results = [[table.moe(*cases[i]) for i in order] for _ in range(10)]
+    for turn in results:
+        for i, y in zip(order, turn, strict=True):
+            assert torch.equal(y, results[0][order.index(i)]), i
+
+
 def test_repeats_are_equal(table):
     """Kills races: partials that are not made zero again, rings overwritten before they are read."""
     for op, arguments in [*products(4), *(("attend", x) for _, x in attend(B16, "cuda", (ATTEND[1], ATTEND[-1])))]:

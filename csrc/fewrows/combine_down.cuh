@@ -1,5 +1,6 @@
 // Down of few rows, with the weighted sum over a row's experts and the residual. A block does 16 outputs of every expert that its rows
-// chose: one warp asks for their weights, bulk copies of whole rows, the others multiply, each a slice of every expert's width.
+// chose: one warp asks for their weights, bulk copies of whole rows, the others multiply, each a slice of every expert's width. Of 2 to 8
+// rows the first experts are multiplied while gate and up work on the last ones, so that slots are free sooner.
 #pragma once
 
 #include "bulk.cuh"
@@ -25,7 +26,8 @@ struct DownRing {
   static constexpr int kEnough = (48 * 1024 + kSlotBytes / 2) / kSlotBytes, kAhead = kEnough < 2 ? 2 : kEnough > kSlots ? kSlots : kEnough;
 };
 
-template <int kThreads, int kPieces, int kGroups>
+// kFirst: how many of the first experts' rows are read before the wait. None where a single row has few experts: there it gains nothing.
+template <int kThreads, int kPieces, int kGroups, int kFirst>
 __global__ void __launch_bounds__(kThreads + 32, 1) combine_down(Experts p) {
   using Slots = DownRing<kThreads, kPieces>;
   // rows of so many experts are on their way
@@ -39,7 +41,7 @@ __global__ void __launch_bounds__(kThreads + 32, 1) combine_down(Experts p) {
   const Block<kGroups> block(p);
   // the choice is older than the kernel before this one lets it begin
   const int *const listed = p.chosen + static_cast<size_t>(blockIdx.y) * (1 + kChosen);
-  const int chosen = load_int(listed);
+  const int header = load_int(listed), chosen = header >> 1;
   if (warp == kThreads / 32) { // asks for weights, and needs nobody's end
     int id[kChosen / 32]; // on their way while the barriers are made
 #pragma unroll
@@ -74,24 +76,46 @@ __global__ void __launch_bounds__(kThreads + 32, 1) combine_down(Experts p) {
 #pragma unroll
   for (int k = 0; k < kShares; k++) own_share[k] = threadIdx.x + k * kThreads < kChosen * kHeld ? load_float(shares + threadIdx.x + k * kThreads) : 0.f;
   __syncthreads(); // the ring's barriers are made
+  auto keep_shares = [&] {
+#pragma unroll
+    for (int k = 0; k < kShares; k++)
+      if (threadIdx.x + k * kThreads < kChosen * kHeld) share[threadIdx.x + k * kThreads] = own_share[k];
+    meet_at(1, kThreads);
+  };
   uint4 b[kDepth][kGroups][kPieces];
   // this lane's row of the first group, of expert 0
   const bf16 *hidden = p.hidden + (static_cast<size_t>(blockIdx.y) * kChosen * kHeld + g) * Slots::kWidth + column;
   asm volatile("" : "+l"(hidden)); // before the wait
-  auto rows = [&](int d, int u, bool (&live)[kGroups]) { // zeros where it is not
+  const bf16 *const early = early_of(p, header) + g * Slots::kWidth + column;
+  bool live[kGroups];
+  auto rows = [&](int d, int u) { // zeros where it is not live
 #pragma unroll
     for (int group = 0; group < kGroups; group++)
-      load_group(b[d][group], hidden + static_cast<size_t>(u * kHeld + group * kRows) * Slots::kWidth, live[group]);
+      load_group(b[d][group], u < kFirst ? early + u * kRows * Slots::kWidth : hidden + static_cast<size_t>(u * kHeld + group * kRows) * Slots::kWidth,
+                 live[group]);
   };
-  bool live[kGroups];
+  auto choose_rows = [&](int u) {
 #pragma unroll
-  for (int group = 0; group < kGroups; group++) live[group] = group * kRows + g < block.live;
-  wait_for_predecessor();
-  launch_dependents();
-  // before the shares have come, and so of rows that did not choose the expert too: what those multiply nobody adds
+    for (int group = 0; group < kGroups; group++) live[group] = share[u * kHeld + group * kRows + g] >= 0.f;
+  };
+  auto wait = [&] {
+    wait_for_predecessor();
+    launch_dependents();
+  };
+  const int waits = max(min(kFirst, chosen) - kDepth, 0); // behind which expert
+  if (kFirst) {
+    keep_shares();
 #pragma unroll
-  for (int d = 0; d < kDepth; d++) rows(d, d, live);
-  __syncwarp(); // so that ptxas leaves the shares, which it would wait for, behind them
+    for (int d = 0; d < kDepth; d++) choose_rows(d), rows(d, d);
+  } else {
+#pragma unroll
+    for (int group = 0; group < kGroups; group++) live[group] = group * kRows + g < block.live;
+    wait();
+    // before the shares have come, and so of rows that did not choose the expert too: what those multiply nobody adds
+#pragma unroll
+    for (int d = 0; d < kDepth; d++) rows(d, d);
+    __syncwarp(); // so that ptxas leaves the shares, which it would wait for, behind them
+  }
   uint32_t before[kOwn]; // the residual of the outputs that this thread will write
 #pragma unroll
   for (int k = 0; k < kOwn; k++) {
@@ -100,11 +124,13 @@ __global__ void __launch_bounds__(kThreads + 32, 1) combine_down(Experts p) {
     before[k] = own < kGroups * 128 && row < block.live && p.residual
                     ? load_half(p.residual + static_cast<size_t>(block.first + row) * p.columns + o) : 0;
   }
-  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) atomicAdd(p.launch, 1u); // the kernel that reads it is done
-#pragma unroll
-  for (int k = 0; k < kShares; k++)
-    if (threadIdx.x + k * kThreads < kChosen * kHeld) share[threadIdx.x + k * kThreads] = own_share[k];
-  meet_at(1, kThreads);
+  auto count = [&] { // the kernel that reads these is done
+    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) {
+      atomicAdd(p.launch, 1u);
+      if (kFirst) atomicAdd(p.turn, 1u);
+    }
+  };
+  if (!kFirst) count(), keep_shares();
   const uint4 *const weights = down_memory + ((g & 1) * (Slots::kHalfBytes + 64) + (g >> 1) * Slots::kRowBytes) / 16 + column / 8;
   float4 total[kGroups];
 #pragma unroll
@@ -116,6 +142,15 @@ __global__ void __launch_bounds__(kThreads + 32, 1) combine_down(Experts p) {
       const int u = first + d;
       if (u >= chosen) continue;
       ring.await_full(u);
+      if (u < kFirst) {
+        auto here = [&] {
+          bool all = true;
+#pragma unroll
+          for (int i = 0; i < kPieces; i++) all &= have_come(b[d][0][i]);
+          return __all_sync(kAll, all);
+        };
+        while (!here()) choose_rows(u), rows(d, u);
+      }
       const uint4 *top = weights + u % Slots::kSlots * Slots::kSlotBytes / 16;
       float4 c[kGroups];
 #pragma unroll
@@ -128,11 +163,8 @@ __global__ void __launch_bounds__(kThreads + 32, 1) combine_down(Experts p) {
       for (int i = 0; i < kPieces; i++)
 #pragma unroll
         for (int group = 0; group < kGroups; group++) mma_piece(c[group], upper[i], lower[i], b[d][group][i]);
-      if (u + kDepth < chosen) {
-#pragma unroll
-        for (int group = 0; group < kGroups; group++) live[group] = share[(u + kDepth) * kHeld + group * kRows + g] >= 0.f;
-        rows(d, u + kDepth, live);
-      }
+      if (kFirst && u == waits) wait(), count();
+      if (u + kDepth < chosen) choose_rows(u + kDepth), rows(d, u + kDepth);
 #pragma unroll
       for (int group = 0; group < kGroups; group++) {
         const float *own = share + u * kHeld + group * kRows + 2 * t;
@@ -158,12 +190,12 @@ __global__ void __launch_bounds__(kThreads + 32, 1) combine_down(Experts p) {
   }
 }
 
-template <int kThreads, int kPieces, int kGroups>
+template <int kThreads, int kPieces, int kGroups, int kFirst>
 inline cudaError_t launch_down(const Experts &p, cudaStream_t stream) {
   constexpr int kHeld = Block<kGroups>::kHeld;
   if (p.columns % kOutputs) return cudaErrorInvalidValue;
   const dim3 grid(p.columns / kOutputs, (p.rows + kHeld - 1) / kHeld);
-  return launch(combine_down<kThreads, kPieces, kGroups>, grid, kThreads + 32, DownRing<kThreads, kPieces>::kBytes, stream, 1, p);
+  return launch(combine_down<kThreads, kPieces, kGroups, kFirst>, grid, kThreads + 32, DownRing<kThreads, kPieces>::kBytes, stream, 1, p);
 }
 
 } // namespace eagle3

@@ -62,6 +62,10 @@ __device__ __forceinline__ int load_int(const int *p) {
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
   return r;
 }
+__device__ __forceinline__ void store_bf16(bf16 *p, float v) {
+  const bf16 rounded = __float2bfloat16(v);
+  asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(p), "h"(*reinterpret_cast<const unsigned short *>(&rounded)) : "memory");
+}
 // As it is stored: who needs it late turns it into a number late, and nothing waits for it before.
 __device__ __forceinline__ uint32_t load_half(const bf16 *p) {
   uint32_t r;

@@ -105,6 +105,7 @@ __global__ void __launch_bounds__(256, 2) router(Experts p) {
 struct Dealt {
   struct Steps { // in shared memory: registers are the weights'
     int each, experts_on, tiles_on; // tiles of an expert; from one of the block's to its next
+    unsigned turn;
   };
   int expert, tile;
   const volatile Steps &by;
@@ -121,9 +122,9 @@ struct Dealt {
   }
 };
 
-// Gate, up and activation. With kRoute the first blocks compute the router's logits and all of them wait for those: all are
+// Gate, up and activation; those of the first kFirst experts are handed over early. With kRoute the first blocks compute the router's logits and all of them wait for those: all are
 // resident at once (two a multiprocessor).
-template <int kPieces, int kGroups, bool kRoute, int kMany>
+template <int kPieces, int kGroups, bool kRoute, int kMany, int kFirst>
 __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
   using Rows = BlockRows<kPieces, kGroups>;
   extern __shared__ uint4 operand_memory[];
@@ -145,6 +146,7 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
   if (routes) turn_router(w);
   wait_for_predecessor();
   const unsigned tag = kRoute ? load_int(reinterpret_cast<const int *>(p.launch)) : 0;
+  const unsigned turn_of_early = kFirst ? load_int(reinterpret_cast<const int *>(p.turn)) : 0;
   b.stage(p.x, p.columns, block.first, p.rows, gain, squares);
   using Copies = Board<kGroups, kMany>;
   if (routes)
@@ -158,7 +160,7 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
     else
       load_logits<kMany>(p, block.first + row, value);
   });
-  if (publishes) choice.publish(p, chosen);
+  if (publishes) choice.publish(p, chosen, turn_of_early);
   launch_dependents(); // the next kernel reads the choice before it waits
   // columns as the compiler knows them: a spilled register would be read behind all weights under way, tile after tile
   const size_t below = static_cast<size_t>(p.width) * Rows::kColumns;
@@ -169,6 +171,10 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
   if (at.expert < chosen) {
     const bf16 *from = aim(at);
     tile.fetch(from, from + below);
+  }
+  if (kFirst) {
+    empty_early(p, turn_of_early + 1);
+    if (threadIdx.x == 0) steps.turn = turn_of_early; // read after the first tile's barrier
   }
   if (!routes && threadIdx.x < Block<kGroups>::kHeld) // read after the first tile's barrier
     factors[threadIdx.x] = Rows::factor(squares[threadIdx.x / kRows], threadIdx.x % kRows, p.gamma, p.eps);
@@ -190,53 +196,70 @@ __global__ void __launch_bounds__(256, 2) gate_up(Experts p) {
     const float4 v = sum_of_warps(red[turn & 1][group]);
     const int row = group * kRows + 2 * t, e = choice.listed(expert);
     const float even = factors[row], odd = factors[row + 1];
-    bf16 *to = p.hidden + ((static_cast<size_t>(blockIdx.y) * Block<kGroups>::kChosen + expert) * Block<kGroups>::kHeld + row) * p.width + first + g;
-    if (choice.took(row, e)) to[0] = __float2bfloat16(silu(v.x * even) * (v.z * even));
-    if (choice.took(row + 1, e)) to[p.width] = __float2bfloat16(silu(v.y * odd) * (v.w * odd));
+    bf16 *to = kFirst && expert < kFirst
+                   ? early_of(p, at.by.turn) + (expert * kRows + row) * p.width + first + g
+                   : p.hidden + ((static_cast<size_t>(blockIdx.y) * Block<kGroups>::kChosen + expert) * Block<kGroups>::kHeld + row) * p.width + first + g;
+    auto store = [](bf16 *to, float v) {
+      if (kFirst)
+        store_bf16(to, v);
+      else
+        *to = __float2bfloat16(v);
+    };
+    if (choice.took(row, e)) store(to, silu(v.x * even) * (v.z * even));
+    if (choice.took(row + 1, e)) store(to + p.width, silu(v.y * odd) * (v.w * odd));
   }
 }
 
-template <int kPieces, int kGroups, int kMany>
+// kFirst: see combine_down.
+template <int kPieces, int kGroups, int kMany, int kFirst>
 inline cudaError_t launch_gate_up(const Experts &p, int multiprocessors, cudaStream_t stream) {
   constexpr int kHeld = Block<kGroups>::kHeld;
   const int blocks = 2 * multiprocessors, held = (p.rows + kHeld - 1) / kHeld;
   const size_t rows = BlockRows<kPieces, kGroups>::bytes(p.rows);
-  if (held == 1) return launch(gate_up<kPieces, kGroups, true, kMany>, dim3(blocks), 256, rows, stream, 1, p);
-  const cudaError_t e = launch(router<kPieces, kGroups>, dim3(router_tiles(p), held), 256, rows, stream, 1, p);
-  if (e != cudaSuccess) return e;
-  return launch(gate_up<kPieces, kGroups, false, kMany>, dim3(blocks, held), 256, rows, stream, 1, p);
+  if (held == 1) return launch(gate_up<kPieces, kGroups, true, kMany, kFirst>, dim3(blocks), 256, rows, stream, 1, p);
+  if constexpr (kGroups == 2) {
+    const cudaError_t e = launch(router<kPieces, kGroups>, dim3(router_tiles(p), held), 256, rows, stream, 1, p);
+    if (e != cudaSuccess) return e;
+    return launch(gate_up<kPieces, kGroups, false, kMany, 0>, dim3(blocks, held), 256, rows, stream, 1, p);
+  } else {
+    return cudaErrorInvalidValue;
+  }
 }
 
-template <int kGroups, int kMany>
+template <int kGroups, int kMany, int kFirst>
 inline cudaError_t experts_of(const Experts &p, int multiprocessors, cudaStream_t stream) {
   cudaError_t e = cudaErrorInvalidValue;
   switch (p.columns) {
-  case 256: e = launch_gate_up<1, kGroups, kMany>(p, multiprocessors, stream); break;
-  case 512: e = launch_gate_up<2, kGroups, kMany>(p, multiprocessors, stream); break;
-  case 1024: e = launch_gate_up<4, kGroups, kMany>(p, multiprocessors, stream); break;
-  case 2048: e = launch_gate_up<8, kGroups, kMany>(p, multiprocessors, stream); break;
+  case 256: e = launch_gate_up<1, kGroups, kMany, kFirst>(p, multiprocessors, stream); break;
+  case 512: e = launch_gate_up<2, kGroups, kMany, kFirst>(p, multiprocessors, stream); break;
+  case 1024: e = launch_gate_up<4, kGroups, kMany, kFirst>(p, multiprocessors, stream); break;
+  case 2048: e = launch_gate_up<8, kGroups, kMany, kFirst>(p, multiprocessors, stream); break;
   default: break;
   }
   if (e != cudaSuccess) return e;
   switch (p.width) {
-  case 64: return launch_down<64, 1, kGroups>(p, stream);
-  case 128: return launch_down<128, 1, kGroups>(p, stream);
-  case 96: return launch_down<96, 1, kGroups>(p, stream);
-  case 192: return launch_down<192, 1, kGroups>(p, stream);
-  case 256: return launch_down<256, 1, kGroups>(p, stream);
-  case 384: return launch_down<384, 1, kGroups>(p, stream);
-  case 512: return launch_down<256, 2, kGroups>(p, stream);
-  case 768: return launch_down<384, 2, kGroups>(p, stream);
-  case 1024: return launch_down<256, 4, kGroups>(p, stream);
+  case 64: return launch_down<64, 1, kGroups, kFirst>(p, stream);
+  case 128: return launch_down<128, 1, kGroups, kFirst>(p, stream);
+  case 96: return launch_down<96, 1, kGroups, kFirst>(p, stream);
+  case 192: return launch_down<192, 1, kGroups, kFirst>(p, stream);
+  case 256: return launch_down<256, 1, kGroups, kFirst>(p, stream);
+  case 384: return launch_down<384, 1, kGroups, kFirst>(p, stream);
+  case 512: return launch_down<256, 2, kGroups, kFirst>(p, stream);
+  case 768: return launch_down<384, 2, kGroups, kFirst>(p, stream);
+  case 1024: return launch_down<256, 4, kGroups, kFirst>(p, stream);
   default: return cudaErrorInvalidValue;
   }
 }
 
+template <int kMany>
+inline cudaError_t experts_of_many(const Experts &p, int multiprocessors, cudaStream_t stream) {
+  if (p.rows == 1) return experts_of<1, kMany, 0>(p, multiprocessors, stream);
+  return p.rows <= kRows ? experts_of<1, kMany, kEarly>(p, multiprocessors, stream) : experts_of<2, kMany, 0>(p, multiprocessors, stream);
+}
+
 inline cudaError_t experts(const Experts &p, int multiprocessors, cudaStream_t stream) {
   if (p.experts > kMostExperts || p.choices > kChoices || p.choices > p.experts) return cudaErrorInvalidValue;
-  const bool narrow = p.rows <= kRows;
-  if (p.experts <= 128) return narrow ? experts_of<1, 4>(p, multiprocessors, stream) : experts_of<2, 4>(p, multiprocessors, stream);
-  return narrow ? experts_of<1, kMostExperts / 32>(p, multiprocessors, stream) : experts_of<2, kMostExperts / 32>(p, multiprocessors, stream);
+  return p.experts <= 128 ? experts_of_many<4>(p, multiprocessors, stream) : experts_of_many<kMostExperts / 32>(p, multiprocessors, stream);
 }
 
 } // namespace eagle3

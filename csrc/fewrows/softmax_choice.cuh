@@ -7,6 +7,8 @@ namespace eagle3 {
 
 constexpr int kChoices = 8;   // of a row, at most
 constexpr int kPackets = 16 * kMostExperts;
+constexpr int kEarly = 4;     // experts of 2 to 8 rows whose activations are multiplied before gate and up have ended
+constexpr int kEarlyNumbers = kEarly * kRows * 1024; // of all of those, of experts of any width
 
 struct Experts {
   const bf16 *x;        // [rows, columns] residual stream
@@ -17,9 +19,11 @@ struct Experts {
   float *logits;        // [rows, experts] scratch where there are more rows than one block of them
   uint64_t *packets;    // [kPackets] logits of a launch that routes its one block of rows itself, in Board's copies
   unsigned *launch;     // [1] number of the next such launch; one before the first
-  int *chosen;          // [blocks of rows, 1 + kChosen] scratch: how many experts a block's rows chose, and which
+  int *chosen;          // [blocks of rows, 1 + kChosen] scratch: twice how many experts a block's rows chose, + `turn` % 2; which ones
   float *shares;        // [blocks of rows, kChosen, kHeld] scratch: of each of those experts in each row; -1: none
   bf16 *hidden;         // [blocks of rows, experts of a block, its rows, width] scratch
+  bf16 *early;          // [2, kEarlyNumbers] those of the first experts, [kEarly, 8, width], in turn; all ones: has not come
+  unsigned *turn;       // [1] of launches whose first experts are early
   const bf16 *residual; // [rows, columns] or null
   bf16 *y;              // [rows, columns]
   const char *following; // what the kernel behind these asks for first, or null
@@ -35,6 +39,20 @@ struct Block {
   __device__ __forceinline__ explicit Block(const Experts &p)
       : first(blockIdx.y * kHeld), live(min(kHeld, p.rows - static_cast<int>(blockIdx.y) * kHeld)) {}
 };
+
+// Where early activations lie in a turn. Who reads them knows from each value whether it has come: no number becomes all ones in
+// bf16. The turn before makes them so.
+inline __device__ bf16 *early_of(const Experts &p, unsigned turn) { return p.early + (turn & 1) * kEarlyNumbers; }
+__device__ __forceinline__ void empty_early(const Experts &p, unsigned turn) {
+  uint4 *const from = reinterpret_cast<uint4 *>(early_of(p, turn));
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < kEarlyNumbers / 8; i += gridDim.x * blockDim.x)
+    from[i] = make_uint4(kAll, kAll, kAll, kAll);
+}
+// Whether none of eight values is all ones: a half of ~w is zero where subtracting one from both borrows.
+__device__ __forceinline__ bool have_come(const uint4 &v) {
+  auto ones = [](uint32_t w) { return (~w - 0x10001u) & w; };
+  return !((ones(v.x) | ones(v.y) | ones(v.z) | ones(v.w)) & 0x80008000u);
+}
 
 // Where packets lie: as many copies of a block of rows as there is room for, of which a block reads one. All blocks wait for all
 // packets, and a line of the L2 answers one after another.
@@ -213,10 +231,10 @@ struct Choice {
     return count;
   }
   // By one block, for the next kernel, which may begin when all blocks let it: until then it is where all can read it.
-  __device__ __forceinline__ void publish(const Experts &p, int count) const {
+  __device__ __forceinline__ void publish(const Experts &p, int count, unsigned turn) const {
     int *const to = p.chosen + static_cast<size_t>(blockIdx.y) * (1 + kChosen);
     float *const shares = p.shares + static_cast<size_t>(blockIdx.y) * kChosen * kHeld;
-    if (threadIdx.x == 0) to[0] = count;
+    if (threadIdx.x == 0) to[0] = 2 * count + static_cast<int>(turn & 1);
     for (int u = threadIdx.x; u < count; u += blockDim.x) to[1 + u] = listed(u);
     for (int i = threadIdx.x; i < count * kHeld; i += blockDim.x) {
       const int row = i % kHeld, e = listed(i / kHeld);
