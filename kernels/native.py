@@ -23,7 +23,7 @@ from .native_routing import MOST_EXPERTS
 from .routing import Routing
 from .structs import filled, structure
 
-ABI = 17
+ABI = 18
 CAPABILITY = (9, 0)
 # columns of a projection, with a norm or without (project.cuh)
 COLUMNS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 2304, 2880, 4096)

@@ -3,7 +3,7 @@
 
 namespace eagle3 {
 
-constexpr int kAbiVersion = 17;
+constexpr int kAbiVersion = 18;
 
 __global__ void abi_probe(int *out) { *out = kAbiVersion; }
 

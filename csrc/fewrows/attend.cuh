@@ -289,8 +289,8 @@ __global__ void __launch_bounds__(kMost *kWarps * 32, 2 / kMost) attend(Attentio
       fold.store(result + warp * kVectors * kWidth, stats_of + warp * kVectors, halves);
     else if (!kOne && lane < kVectors)
       stats_of[warp * kVectors + lane] = make_float2(-INFINITY, 0.f); // of nothing
-    __syncthreads();
   }
+  __syncthreads(); // by all, so that it lies on every way to the partials
   // the block's partials, a warp a vector at a time
   const int column = lane * kMany;
   auto hand_on = [&](auto each) {

@@ -68,6 +68,7 @@ __global__ void __launch_bounds__(kWarps * 32 + 32, 1) down_tiles(P p) {
       const size_t row = static_cast<size_t>(choice.list[u]) * p.columns + first;
       char *const to = reinterpret_cast<char *>(down_memory) + u % kSlots * Slots::kPitch;
       uint64_t *const full = ring.full + u % kSlots;
+      if (u >= kPaced && u < kSlots) ring.await_full(u - kPaced); // gate and up have not ended
       ring.begin(u, Slots::kBytes + (p.down_bias ? kOwn * static_cast<int>(sizeof(bf16)) : 0));
       if (lane == 0) copy_bulk(to, p.down + row * (kWidth / 8), Slots::kCodes, full);
       if (lane == 1) copy_bulk(to + Slots::kCodes, p.down_scale + row * Slots::kScales, kOwn * Slots::kScales, full);

@@ -76,7 +76,10 @@ __global__ void __launch_bounds__(kThreads, 1) project_filled(Projection p) {
   if (kNorm && threadIdx.x < Block::kChunks) copy_async(gains + threadIdx.x, p.gamma + threadIdx.x * 8, true);
   typename Block::Tiles own;
   constexpr int kEarly = kNorm ? Block::kHalves / 2 : Block::kHalves; // half tiles asked for before the wait
-  own.template fetch<0, kEarly>(weight + (lane & 3) * 8, outputs, Block::kColumns);
+  if constexpr (kNorm)
+    own.template fetch<0, kEarly>(weight + (lane & 3) * 8, outputs, Block::kColumns);
+  else
+    own.template fetch_paced<4>(weight + (lane & 3) * 8, outputs, Block::kColumns); // beside attention, which is not to wait behind them
   __syncwarp();
   // thread (tile, component, lane), as in sum_partials; what is added comes with the rows
   const int out = 16 * (warp >> 2) + (warp & 2 ? 8 : 0) + g, own_row = 2 * (lane & 3) + (warp & 1);

@@ -146,6 +146,22 @@ struct HalfTiles {
       for (int i = 0; i < kPieces; i++) w[h][i] = load_weights(from + i * kPiece);
     }
   }
+  // All of them, never more than kAhead pieces under way, of which none is at its end.
+  template <int kAhead>
+  __device__ __forceinline__ void fetch_paced(const bf16 *weight, int rows, int columns) {
+    static_assert(kFull, "no half tile is left out");
+#pragma unroll
+    for (int h = 0; h < kHalves; h++) {
+      const bf16 *from = weight + static_cast<size_t>(min(8 * h + (static_cast<int>(threadIdx.x) >> 2 & 7), rows - 1)) * columns;
+#pragma unroll
+      for (int i = 0; i < kPieces; i++) {
+        const int before = h * kPieces + i - 1;
+        if (before >= 0 && (before + 1) % kAhead == 0) await_load(w[before / kPieces][before % kPieces]);
+        w[h][i] = load_weights(from + i * kPiece);
+      }
+    }
+    await_load(w[kHalves - 1][kPieces - 1]);
+  }
   __device__ __forceinline__ uint4 get(const Held &held, int half, int i) const {
     if (half < kHalves) return w[half][i];
     return half - kHalves < Held::kHalves ? held.get(half - kHalves, i) : make_uint4(0, 0, 0, 0);
