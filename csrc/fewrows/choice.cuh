@@ -38,6 +38,7 @@ struct OwnPairs {
   static constexpr int kOwn = kThreads < kGroupChosen ? kGroupChosen / kThreads : 1;
   int e[kOwn], row[kOwn];
   float w[kOwn];
+  __device__ __forceinline__ OwnPairs() {}
   // P: the parameters of a kernel, with ids and weights of its rows. What needs no load comes before the wait.
   template <class P>
   __device__ __forceinline__ explicit OwnPairs(const P &p) {

@@ -18,13 +18,8 @@ __global__ void __launch_bounds__(kThreads, 2) project_narrow(Projection p) {
   const int column = warp * kPieces * kPiece + (lane & 3) * 8;
   auto weight = [&](int out) { return p.weight + static_cast<size_t>(first + min(out, outputs - 1)) * p.columns + column; };
   Tile<kPieces> tiles[kNarrowTiles];
-  // beside attention, which is not to wait behind them (common.cuh, await_load): two pairs of pieces under way
 #pragma unroll
-  for (int i = 0; i < kNarrowTiles * kPieces; i++) {
-    const int tile = i / kPieces, old = i - 3;
-    if (i % 2 == 0 && old > 0) await_load(tiles[old / kPieces].bottom[old % kPieces]);
-    tiles[tile].fetch(i % kPieces, weight(tile * kOutputs + g), weight(tile * kOutputs + g + 8));
-  }
+  for (int tile = 0; tile < kNarrowTiles; tile++) tiles[tile].fetch(weight(tile * kOutputs + g), weight(tile * kOutputs + g + 8));
   // thread (own tile, component, lane), as in sum_partials
   const int own = warp >> 2, out = own * kOutputs + (warp & 2 ? 8 : 0) + g, row = blockIdx.y * kRows + 2 * (lane & 3) + (warp & 1);
   const bool live = out < outputs && row < p.rows;

@@ -60,7 +60,7 @@ union PackedScratch<F, kColumns, kWarps, kSpans, kMany, true> {
 // in the order in which they were asked for, so what is loaded back waits for all codes under way.
 // kMany: more rows than leave the carve-out alone. kRoute: the router is in this launch.
 template <class P, int kColumns, int kWarps, int kSpans, int kResident, bool kMany, bool kRoute>
-__global__ void __launch_bounds__(kWarps * 32, kResident) packed_gate_up(P p, Router router) {
+__global__ void __launch_bounds__(kWarps * 32, kResident) packed_gate_up(P p, Router router, RouteTiles tiles) {
   using F = typename P::Format;
   using Rows = typename F::template Rows<kColumns, kWarps, kSpans>;
   using Digits = DigitRows<kWarps, kSpans, kMany ? kRows : kFewRows>;
@@ -76,17 +76,14 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_gate_up(P p, Ro
   auto &red = scratch.red;
   const int live = min(kRows, p.rows - static_cast<int>(blockIdx.y) * kRows);
   const bf16 *const x = p.x + static_cast<size_t>(blockIdx.y) * kRows * kColumns;
-  choice.template clear<kWarps * 32>();
-  OwnPairs<kWarps * 32> own(p);
-  __shared__ volatile int8_t pair_row[kGroupChosen]; // where registers are short
-  if (threadIdx.x < kGroupChosen) pair_row[threadIdx.x] = static_cast<int8_t>(own.row[0]);
-  const unsigned each = p.width / 8; // divided before any wait
-  const TileWalk::Steps steps = {static_cast<int>(blockIdx.x / each), static_cast<int>(blockIdx.x % each), static_cast<int>(each),
-                                 static_cast<int>(gridDim.x / each), static_cast<int>(gridDim.x % each)};
-  if (threadIdx.x == 0)
-    held.u = steps.u, held.tile = steps.tile, held.each = steps.each, held.more_u = steps.more_u, held.more_tile = steps.more_tile;
   Rows rows(packed_rows, squares, router.gamma);
-  if (threadIdx.x < kSpans * 16) zeros[threadIdx.x] = make_uint4(0, 0, 0, 0);
+  auto prepare = [&] { // a barrier follows
+    choice.template clear<kWarps * 32>();
+    if (threadIdx.x < kSpans * 16) zeros[threadIdx.x] = make_uint4(0, 0, 0, 0);
+    if (threadIdx.x) return;
+    const unsigned each = p.width / 8;
+    held.u = blockIdx.x / each, held.tile = blockIdx.x % each, held.each = each, held.more_u = gridDim.x / each, held.more_tile = gridDim.x % each;
+  };
   auto make_digits = [&] {
     if (threadIdx.x < kRows) factors[threadIdx.x] = rows.factor(threadIdx.x, router.eps);
     Digits::make(packed_rows, powers, live);
@@ -94,18 +91,28 @@ __global__ void __launch_bounds__(kWarps * 32, kResident) packed_gate_up(P p, Ro
   if constexpr (kRoute) {
     using Inner = InnerRouter<F, kColumns, kWarps, kSpans, F::kCandidates, kMany ? kRows : kFewRows>;
     __shared__ float correction[Inner::kExperts];
-    Inner inner(router);
+    __shared__ volatile int8_t pair_row[kGroupChosen]; // where registers are short
+    Inner inner(router, tiles);
     wait_for_predecessor();
     const unsigned tag = load_int(reinterpret_cast<const int *>(router.launches));
-    rows.stage(
-        x, live, [&] { inner.template fetch_first<Inner::kEarly, Inner::kBeside>(router); },
-        [&] { inner.template fetch_first<Inner::kBeside, Inner::kPieces>(router); });
+    // The kernel before this one has most often ended when this one begins: what needs no rows is done while they come.
+    auto beside = [&] {
+      inner.template fetch_first<Inner::kEarly, Inner::kBeside>();
+      __syncwarp(); // or ptxas asks for them behind what follows
+      inner.look_up(router, correction);
+      prepare();
+      if (threadIdx.x < kGroupChosen) pair_row[threadIdx.x] = static_cast<int8_t>(OwnPairs<kWarps * 32>(p).row[0]);
+    };
+    rows.stage(x, live, beside, [&] { inner.template fetch_first<Inner::kBeside, Inner::kPieces>(); });
     inner.choose(router, packed_rows + rows.of_lane(live), live, tag, [&](int r) { return rows.factor(r, router.eps); }, scratch.router, correction,
                  choice, make_digits);
+    OwnPairs<kWarps * 32> own;
     own.row[0] = threadIdx.x < kGroupChosen ? pair_row[threadIdx.x] : -1;
     own.take(choice);
     list_chosen<kWarps * 32, false>(p, own, choice);
   } else {
+    prepare();
+    OwnPairs<kWarps * 32> own(p);
     __syncthreads();
     wait_for_predecessor();
     own.load(p);
@@ -196,15 +203,16 @@ inline cudaError_t launch_packed_gate_up(const P &p, const Router &router, int m
   using F = typename P::Format;
   constexpr int kMemory = 228; // KB of a multiprocessor
   const dim3 grid(multiprocessors * kResident, (p.rows + kRows - 1) / kRows);
+  const RouteTiles tiles(router, grid.x);
   const size_t row = F::template Rows<kColumns, kWarps, kSpans>::kPitch * sizeof(uint4);
   if (p.rows <= kFewRows)
-    return launch(packed_gate_up<P, kColumns, kWarps, kSpans, kResident, false, kRoute>, grid, kWarps * 32, p.rows * row, stream, 1, p, router);
+    return launch(packed_gate_up<P, kColumns, kWarps, kSpans, kResident, false, kRoute>, grid, kWarps * 32, p.rows * row, stream, 1, p, router, tiles);
   size_t most = kRows * row + sizeof(PackedScratch<F, kColumns, kWarps, kSpans, true, kRoute>) + sizeof(GroupChoice) + 1024; // of a block
   most += sizeof(typename DigitRows<kWarps, kSpans, kRows>::Powers) + kSpans * 16 * sizeof(uint4);
   if constexpr (kRoute) most += F::kCandidates * 32 * sizeof(float) + 1024;
   const int carveout = static_cast<int>(kResident * most * 100 / (kMemory * 1024)) + 1;
   return launch_carved(carveout > kCarveout ? carveout : kCarveout, packed_gate_up<P, kColumns, kWarps, kSpans, kResident, true, kRoute>, grid,
-                       kWarps * 32, kRows * row, stream, 1, p, router);
+                       kWarps * 32, kRows * row, stream, 1, p, router, tiles);
 }
 // inside: the router is in this launch, where its sizes have such a kernel.
 template <int kColumns, int kWarps, int kSpans, int kResident, class P>

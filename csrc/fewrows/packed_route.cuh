@@ -3,6 +3,8 @@
 // resident at once. The sums are those of router.cuh's kernel, in its order.
 #pragma once
 
+#include <algorithm>
+
 #include "packed_rows.cuh"
 
 namespace eagle3 {
@@ -11,10 +13,10 @@ namespace eagle3 {
 // then that one's gates and ups in turn.
 struct RouteTiles {
   int each, routing, count; // experts of a tile; tiles of experts; all
-  __device__ __forceinline__ explicit RouteTiles(const Router &r) {
-    const int beside = (2 * r.width + 7) / 8, left = max(static_cast<int>(gridDim.x) - beside, 1);
-    each = min(static_cast<int>(static_cast<unsigned>(r.experts + left - 1) / static_cast<unsigned>(left)), 8);
-    routing = static_cast<int>(static_cast<unsigned>(r.experts + each - 1) / static_cast<unsigned>(each)), count = routing + beside;
+  RouteTiles(const Router &r, int blocks) { // by the host: divisions are long code
+    const int beside = (2 * r.width + 7) / 8, left = std::max(blocks - beside, 1);
+    each = std::max(std::min((r.experts + left - 1) / left, 8), 1);
+    routing = (r.experts + each - 1) / each, count = routing + beside;
   }
   __device__ __forceinline__ int rows(const Router &r, int tile) const {
     return tile < routing ? min(each, r.experts - tile * each) : min(8, 2 * r.width - (tile - routing) * 8);
@@ -38,47 +40,57 @@ struct InnerRouter {
   static constexpr int kThreads = kWarps * 32, kPieces = kSpans * 4, kExperts = kMany * 32;
   static constexpr int kSlice = kColumns / route_threads(kColumns), kSlices = route_threads(kColumns) / 32; // a sum's parts: pieces, parts
   static_assert(kPieces % kSlice == 0 && kSlices <= kWarps * (kPieces / kSlice), "a warp has whole parts");
-  static constexpr int kOwn = (kExperts + kThreads - 1) / kThreads;
   union Memory { // in shared memory, one after the other
     TileSums<kSlices> sums;
     RowScores<kExperts, kHeld> scores;
   };
   const RouteTiles tiles;
-  float bias, correction[kOwn];
+  const bf16 *first = nullptr; // the lane's columns of its row of the block's first tile
+  float bias;
   uint4 w[kPieces]; // of a tile
   // Of the first tile a quarter is asked for before the wait, another one behind the rows, the rest when those have come: scores wait
   // for the rows first, and they come behind all that is under way (common.cuh, await_load).
   static constexpr int kEarly = kPieces / 4, kBeside = kPieces / 2;
 
   // Before the wait.
-  __device__ __forceinline__ explicit InnerRouter(const Router &r) : tiles(r) {
+  __device__ __forceinline__ explicit InnerRouter(const Router &r, const RouteTiles &tiles) : tiles(tiles) {
+    if (static_cast<int>(blockIdx.x) < tiles.count) first = of_lane(r, blockIdx.x);
+    fetch_first<0, kEarly>();
+  }
+  // Before `choose`, which awaits the copies. corrections: [kExperts].
+  __device__ __forceinline__ void look_up(const Router &r, float *corrections) {
     bias = bias_of(r, blockIdx.x);
 #pragma unroll
-    for (int k = 0; k < kOwn; k++) {
-      const int e = threadIdx.x + k * kThreads;
-      correction[k] = r.correction && e < r.experts ? r.correction[e] : 0.f;
+    for (int e = threadIdx.x; e < kExperts; e += kThreads) {
+      if (r.correction && e < r.experts)
+        copy_word(reinterpret_cast<int *>(corrections + e), reinterpret_cast<const int *>(r.correction + e));
+      else
+        corrections[e] = 0.f;
     }
-    fetch_first<0, kEarly>(r);
+    commit_copies();
   }
   // Of the expert whose scores this thread adds.
   __device__ __forceinline__ float bias_of(const Router &r, int tile) const {
     const int i = threadIdx.x >> 3;
     return r.bias && tile < tiles.routing && i < tiles.rows(r, tile) ? __bfloat162float(r.bias[tile * tiles.each + i]) : 0.f;
   }
+  // Where the lane's columns of its row of a tile lie.
+  static __device__ __forceinline__ int column() { return (fresh_thread() >> 5) * kPieces * kPiece + (fresh_thread() & 3) * 8; }
+  __device__ __forceinline__ const bf16 *of_lane(const Router &r, int tile) const {
+    return tiles.row(r, tile, min(fresh_thread() >> 2 & 7, tiles.rows(r, tile) - 1)) + column();
+  }
   // Pieces [kFrom, kTo) of a tile.
   template <int kFrom, int kTo>
-  __device__ __forceinline__ void fetch(const Router &r, int tile) {
-    const int thread = fresh_thread(), lane = thread & 31, column = (thread >> 5) * kPieces * kPiece + (lane & 3) * 8;
-    const bf16 *const from = tiles.row(r, tile, min(lane >> 2, tiles.rows(r, tile) - 1)) + column;
+  __device__ __forceinline__ void fetch(const bf16 *from) {
 #pragma unroll
     for (int i = kFrom; i < kTo; i++) {
       w[i] = make_uint4(0, 0, 0, 0);
-      if (kColumns == kThreads * kPieces || column + i * kPiece < kColumns) w[i] = load_weights(from + i * kPiece);
+      if (kColumns == kThreads * kPieces || column() + i * kPiece < kColumns) w[i] = load_weights(from + i * kPiece);
     }
   }
   template <int kFrom, int kTo>
-  __device__ __forceinline__ void fetch_first(const Router &r) {
-    if (static_cast<int>(blockIdx.x) < tiles.count) fetch<kFrom, kTo>(r, blockIdx.x);
+  __device__ __forceinline__ void fetch_first() {
+    if (first) fetch<kFrom, kTo>(first);
   }
   // Products of the tile in w; row: where the lane's row begins.
   __device__ __forceinline__ void multiply(const uint4 *row, TileSums<kSlices> &sums) const {
@@ -111,15 +123,13 @@ struct InnerRouter {
   // while the scores are on their way, when the rows are read. A barrier follows.
   template <class Factor, class Meanwhile>
   __device__ __forceinline__ void choose(const Router &r, const uint4 *row, int live, unsigned tag, Factor factor, Memory &memory,
-                                         float *corrections, GroupChoice &choice, Meanwhile meanwhile) {
+                                         const float *corrections, GroupChoice &choice, Meanwhile meanwhile) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-#pragma unroll
-    for (int k = 0; k < kOwn; k++)
-      if (threadIdx.x + k * kThreads < kExperts) corrections[threadIdx.x + k * kThreads] = correction[k];
+    wait_copies<0>();
 #pragma unroll 1
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
       const bool first = tile == static_cast<int>(blockIdx.x);
-      if (!first) fetch<0, kPieces>(r, tile);
+      if (!first) fetch<0, kPieces>(of_lane(r, tile));
       multiply(row, memory.sums);
       __syncthreads();
       if (threadIdx.x < 64) send(r, tile, live, factor(threadIdx.x & 7), first ? bias : bias_of(r, tile), memory.sums, tag);

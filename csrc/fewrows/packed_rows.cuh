@@ -70,12 +70,9 @@ struct GainedRows {
     if constexpr (kReal < kChunks) // columns that do not exist
       for (int i = threadIdx.x; i < live * (kChunks - kReal); i += kThreads)
         rows[i / (kChunks - kReal) * kPitch + kReal + i % (kChunks - kReal)] = make_uint4(0, 0, 0, 0);
-    const int lane = threadIdx.x & 31;
 #pragma unroll
-    for (int part = 0; part < kParts; part++) {
-      const float total = sum_of_rows(sum[part]);
-      if ((lane & 3) == 0) squares[part * kWarps + (threadIdx.x >> 5)][lane >> 2] = total;
-    }
+    for (int part = 0; part < kParts; part++)
+      keep_sums(sum[part], live, squares[part * kWarps + (threadIdx.x >> 5)]);
     __syncthreads();
   }
   // Where the row of this lane's sums begins; rows that do not exist: the first.
