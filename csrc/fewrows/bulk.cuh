@@ -32,7 +32,7 @@ __device__ __forceinline__ void prefetch_bulk(const void *global, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
 }
 
-constexpr int kPaced = 2; // of a ring's first slots, while another kernel's end is awaited: so many under way (common.cuh, await_load)
+constexpr int kPaced = 2; // of a ring's first slots, while rows or another kernel's end are awaited: so many under way (common.cuh, await_load)
 
 // Slots that one warp fills in turn and `readers` warps empty.
 template <int kSlots>

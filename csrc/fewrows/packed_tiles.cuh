@@ -58,7 +58,7 @@ __device__ __forceinline__ void ask_tiles(const P &p, TileShared<kWarps, kSlots>
 #pragma unroll 1
   for (int n = 0; now.u < count; n++, now.next(steps)) {
     const size_t row = (static_cast<size_t>(shared.choice.list[now.u]) * p.width + now.tile * 8) * 2;
-    if (n >= kPaced && n < kSlots) shared.ring.await_full(n - kPaced); // rows and the choice are still to come
+    if (n >= kPaced && n < kSlots) shared.ring.await_full(n - kPaced); // rows are still to come
     shared.ring.begin(n, Tile::kBytes);
     char *const to = reinterpret_cast<char *>(memory) + n % kSlots * Tile::kPitch;
     uint64_t *const full = shared.ring.full + n % kSlots;
