@@ -162,8 +162,8 @@ class Library:
             raise RuntimeError(f"{name}: CUDA error {status}")
 
     def follows(self, weight):
-        """A kernel that asks for `weight` first comes next. Where experts came before it, their last kernel brings its
-        beginning into the L2 from their next call on: a hint, which changes no bit, so a wrong one only costs time."""
+        """A kernel that asks for `weight` first comes next, of this library or not. Where experts came before it, their
+        last kernel brings its beginning into the L2 from their next call on: a hint, which changes no bit."""
         if self.behind is not None:
             self.following[self.behind] = weakref.ref(weight)
         self.behind = None
@@ -171,7 +171,6 @@ class Library:
     # ------------------------------------------------------------------ operations
     def project(self, x, gamma, eps, weight, bias, residual, gated=False):
         """norm(x) W^T + bias + residual, or act(gate) * up of the two halves' products."""
-        self.follows(weight)
         rows, columns = x.shape
         outputs = weight.shape[0] // 2 if gated else weight.shape[0]
         y, residual = x.new_empty(rows, outputs), None if residual is None else residual.contiguous()
@@ -184,18 +183,21 @@ class Library:
 
     def linear(self, x, weight, bias=None, residual=None):
         """The twin of REFERENCE.linear."""
+        self.follows(weight)
         if not _projects(x.shape[1]):
             return self.base.linear(x, weight, bias, residual)
         return self.project(x, None, 0.0, weight, bias, residual)
 
     def normed(self, x, norm_weight, eps, weight):
         """norm(x) W^T, or x W^T without a norm: the projections of latent attention."""
+        self.follows(weight)
         if not _projects(x.shape[1]):
             return linear.project(x, norm_weight, eps, weight)
         return self.project(x, norm_weight, eps, weight, None, None)
 
     def mlp(self, x, norm_weight, eps, gate_up, down, activation, residual=None):
         """The twin of REFERENCE.mlp."""
+        self.follows(gate_up)
         fits = _projects(x.shape[1]) and _projects(down.shape[1])
         if activation != "silu" or not fits:
             return self.base.mlp(x, norm_weight, eps, gate_up, down, activation, residual)
@@ -207,6 +209,7 @@ class Library:
         k_plane, v_plane, prefix, tree, scale, window=None, sinks=None,
     ):  # fmt: skip
         """The twin of REFERENCE.attend."""
+        self.follows(weight)
         (b, t), (_, g, width), turned = positions.shape, k_plane.shape, cos_sin.shape[1]
         heads = weight.shape[0] // width - 2 * g
         fits = width in (64, 128) and heads // g in SHARES and turned % 64 == 0 and v_plane.shape[2] == width
@@ -257,10 +260,10 @@ class Library:
 
     def head(self, x, norm_weight, eps, weight, k, logits=None):
         """The twin of head.reference; more than the best one is chosen by the Triton kernels."""
+        self.follows(weight)
         (rows, columns), vocabulary = x.shape, weight.shape[0]
         if k != 1 or columns not in HEADS:
             return self.base.head(x, norm_weight, eps, weight, k, logits)
-        self.follows(weight)
         blocks = self.blocks * (2 if columns <= 2048 else 1)  # narrow rows: two blocks a multiprocessor
         keys = torch.empty(rows, blocks, dtype=torch.int64, device=x.device)
         tops, sums = (torch.empty(rows, blocks, dtype=torch.float32, device=x.device) for _ in range(2))

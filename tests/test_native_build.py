@@ -1,6 +1,8 @@
-"""The CUDA C++ library is compiled once and found again; without a compiler there is one line that says so. No GPU."""
+"""The CUDA C++ library is compiled once and found again; without a compiler there is one line that says so; what it
+learns of the order of operations. No GPU."""
 
 import pytest
+import torch
 
 from kernels import native
 
@@ -53,3 +55,20 @@ def test_one_line_where_it_cannot_be(compiler, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(native.Unavailable, match="not on the PATH"):
         native.build(tmp_path / "kept")
+
+
+def test_what_follows_experts_is_learnt():
+    """Mutants: weights that are gone are kept alive, or named all the same; what comes two operations later."""
+    library = native.Library.__new__(native.Library)
+    library.behind, library.following = None, {}
+    first, second, third = (torch.zeros(4) for _ in range(3))
+    library.follows(first)
+    assert library.following == {}
+    library.behind = 7
+    library.follows(second)
+    library.follows(third)
+    assert library.following[7]() is second and library.behind is None
+    library.behind = 7
+    library.follows(third)
+    del third
+    assert library.following[7]() is None
