@@ -10,9 +10,9 @@ that only the wait itself is looked for.
 """
 
 import re
-import subprocess
 from dataclasses import dataclass, field
-from pathlib import Path
+
+from disassembly import cubins, disassembled
 
 ACCESS = re.compile(r"(Race reported between|and) (Read|Write) access at (.+?)\+0x([0-9a-f]+)(?:.*\[(\d+) hazards?\])?")
 LABEL = re.compile(r"`\((.*?)\)")
@@ -165,11 +165,9 @@ def describe(race, code):
     return f"{race.kernel}: {text(race.first)} with " + ", ".join(map(text, race.others))
 
 
-def machine_code(library, folder, tools):
-    """{kernel: Code} of a library; tools: the folder of cuobjdump and nvdisasm."""
-    subprocess.run([Path(tools) / "cuobjdump", "-xelf", "all", library], cwd=folder, check=True, capture_output=True)
+def machine_code(library, folder):
+    """{kernel: Code} of a library; folder: for its parts."""
     found = {}
-    for cubin in sorted(Path(folder).glob("*.cubin")):
-        made = subprocess.run([Path(tools) / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True)
-        found |= kernels(made.stdout)
+    for cubin in cubins(library, folder):
+        found |= kernels(disassembled(cubin))
     return found

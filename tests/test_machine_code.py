@@ -3,10 +3,9 @@
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
-import triton
+from disassembly import disassembled
 
 from kernels import native
 
@@ -38,9 +37,7 @@ WAIT = "ACQBULK"
 
 def functions(cubin):
     """{name: machine code, an instruction a line}."""
-    disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    text = subprocess.run([disassembler, "-c", cubin], capture_output=True, text=True, check=True).stdout
-    parts = re.split(r"\.section\s+\.text\.", text)[1:]
+    parts = re.split(r"\.section\s+\.text\.", disassembled(cubin))[1:]
     return {part.split(",")[0]: re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", part) for part in parts}
 
 

@@ -61,6 +61,7 @@ SIZES = {  # of csrc and of the Python that sizes buffers by them or keeps other
     "kMostExperts": native_routing.MOST_EXPERTS,
     "kChoices": native.MOST_CHOICES,
     "kEarly": native.EARLY,
+    "kWidest": max(native.WIDTHS),
     "kTile": native.TILE,
     "kFewer": native.RANKS[0],
     "kRanks": native.RANKS[1],

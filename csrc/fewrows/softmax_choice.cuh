@@ -8,7 +8,8 @@ namespace eagle3 {
 constexpr int kChoices = 8;   // of a row, at most
 constexpr int kPackets = 16 * kMostExperts;
 constexpr int kEarly = 4;     // experts of 2 to 8 rows whose activations are multiplied before gate and up have ended
-constexpr int kEarlyNumbers = kEarly * kRows * 1024; // of all of those, of experts of any width
+constexpr int kWidest = 1024; // expert that a kernel is built for
+constexpr int kEarlyNumbers = kEarly * kRows * kWidest; // of all early ones
 
 struct Experts {
   const bf16 *x;        // [rows, columns] residual stream
